@@ -506,7 +506,7 @@ def test_backends_without_kernels_say_so():
     for bias, reason in (
         (relative, None),
         (RelativeBias(values, lo=-1024, outside="clamp"),
-         "reads a bias by distance with values per query that is 0 outside its distances, or hidden by the band: not "
+         "reads a bias by distance with values per query that is 0 outside its distances, or masked by the window: not "
          "'clamp'"),
         (alibi(torch.empty(4, **meta)), None),
         ((relative, alibi(torch.empty(4, **meta))), why.format(

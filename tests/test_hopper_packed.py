@@ -265,7 +265,7 @@ def test_a_ragged_box_ends_with_its_sequence(heads, total, dim):
         (Call(SHORT, values=(-40, 41), causal=True), None, None),
         (Call(USED, values=(-40, 41), window=(300, 9)), None, None),
         (Call(SHORT, values=(-40, 41), heads=1), None, "where no two batch elements or heads share them"),
-        (Call(SHORT, values=(-40, 41), start=0), "whose last query stands at its last key", None),
+        (Call(SHORT, values=(-40, 41), start=0), "whose last query is at its last key", None),
         (Call(SHORT, values=(-40, 41), softcap=9.0), "alone: not beside a softcap", None),
         (Call(SHORT, values=(-40, 41), sink="h"), None, None),
     ],

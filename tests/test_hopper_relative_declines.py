@@ -35,7 +35,7 @@ from tilewise.backends.gluon import sm90 as hopper
         ({"parts": PartOperands(query=TensorSpec(torch.float64, 2, 6, 700, 1025))},
          f"reads {VALUES} in float16, bfloat16 or float32, not float64"),
         ({"score": Score(0.1, None, Band(), query=Distances("query", 0, 9, outside="clamp"))},
-         f"reads {VALUES} that is 0 outside its distances, or hidden by the band: not 'clamp'"),
+         f"reads {VALUES} that is 0 outside its distances, or masked by the window: not 'clamp'"),
         ({"score": Score(0.1, 2.0, Band(), query=Distances("query", 0, 9)),
           "mask": TensorSpec(torch.bool, 1, 1, 700, 700)},
          f"takes {VALUES} alone: not beside a mask and a softcap"),

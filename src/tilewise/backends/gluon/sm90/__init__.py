@@ -1,6 +1,6 @@
-"""Kernels in Gluon for NVIDIA Hopper GPUs (sm_90a). Gradients that it declines come from the Triton backend.
+"""Gluon kernels for NVIDIA Hopper GPUs (sm_90a). The Triton backend computes the gradients that they do not support.
 
-Nothing here imports triton until a problem is run: the plan asks `declines` on machines that have none.
+Nothing here imports triton until a problem is run: the plan calls `declines` on machines without triton.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilewise.spec.problem import Problem
 
 
 def declines_device(device: str, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Why no kernel in Gluon for Hopper runs there, whatever it computes; None if one may."""
+    """Return why no Gluon kernel for Hopper runs on this device, whatever the problem; None if one may."""
     if not has_triton():
         return "triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -99,7 +99,8 @@ def _declines_forward(problem: Problem) -> str | None:
 
 
 def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
-    """Of bias terms: values per query are read as a matrix is, if nothing that the device alone knows moves them."""
+    """Return why these bias terms are not supported. Values per query are read like a matrix, at positions known on the
+    host."""
     if parts.toeplitz is not None and len(parts.named()) == 1:
         return _declines_toeplitz(problem, parts.toeplitz)
     values, distances = parts.query, problem.score.query
@@ -108,12 +109,12 @@ def _declines_parts(problem: Problem, parts: PartOperands) -> str | None:
     name = PART_WORDS["query"]
     packed = problem.score.packed
     if packed is not None and "query_from_end" not in packed.forms:
-        return f"reads {name} of a packed batch whose last query stands at its last key: without query_start, key_start"
+        return f"reads {name} of a packed batch whose last query is at its last key: without query_start, key_start"
     if (parts.shifts and packed is None) or parts.buckets:
         what = "through buckets" if parts.buckets else "from a start that is a tensor"
         return f"reads {name} at positions that the host knows, one entry for each distance: not {what}"
     if distances.outside == "clamp" or (distances.outside == "hidden" and any(ends(problem))):
-        return f"reads {name} that is 0 outside its distances, or hidden by the band: not {distances.outside!r}"
+        return f"reads {name} that is 0 outside its distances, or masked by the window: not {distances.outside!r}"
     beside = {"another bias": problem.bias, "a mask": problem.mask, "a softcap": problem.score.transformed or None}
     found = [word for word, x in beside.items() if x is not None]
     if found:
@@ -149,17 +150,17 @@ def _declines_toeplitz(problem: Problem, vector: TensorSpec) -> str | None:
 
 
 def _declines_backward(problem: Problem) -> str | None:
-    """Why the backward of a problem whose forward runs here runs elsewhere; None if it does not."""
+    """Return why the backward of a problem whose forward is supported is not; None if it is."""
     d, dv = problem.head_dim, problem.value_dim
     if d % 8:
         return f"writes gradients by TMA, in rows of a multiple of 16 bytes: not {d} elements"
     if "do" in problem.irregular:
         return "reads do by TMA, which cannot describe it"
     if problem.totals is None:
-        rows = problem.batch * (problem.queries + 128)  # each sequence may end with a tile of which it fills one row
+        rows = problem.batch * (problem.queries + 128)  # a sequence may end with a tile that has one row
     else:
         rows = max(problem.totals) + 128 * problem.batch
-    numbers = 2 if problem.parts is None or problem.parts.toeplitz is None else 4  # of each, see `far_stats_kernel`
+    numbers = 2 if problem.parts is None or problem.parts.toeplitz is None else 4  # per row, see `far_stats_kernel`
     if numbers * problem.heads * rows >= 2**31:
         return "counts the rows of all heads in 32 bits"
     mask, bias = problem.mask, problem.bias
@@ -168,7 +169,7 @@ def _declines_backward(problem: Problem) -> str | None:
     if problem.deterministic and problem.parts is not None and "toeplitz" in problem.parts.grads:
         return f"adds the gradient of {PART_WORDS['toeplitz']} in any order, not with deterministic=True"
     if mask is not None and mask.batch * mask.heads * -(-mask.rows // 64) * -(-problem.keys // 128) * 256 >= 2**31:
-        return "counts the words of the mask's bits in 32 bits"
+        return "counts the words of the bit-packed mask in 32 bits"
     if bias is None or bias.axes != "matrix":
         return None
     if max(d, dv) > 128 and bias.dtype != problem.dtype and problem.deterministic:
@@ -192,7 +193,8 @@ def _declines_values_backward(problem: Problem, values: TensorSpec) -> str | Non
     name = PART_WORDS["query"]
     if values.dtype != problem.dtype:
         return f"differentiates {name} in q's dtype {problem.dtype}, not {values.dtype}"
-    # Else each entry gets one number that is not 0, which no order of additions and no rounding of sums can change.
+    # With sharing, an entry would be a sum. Else it gets one nonzero number, which no order or rounding of sums
+    # changes.
     if as_matrix(problem).bias_grad and not problem.broadcast_group(values).single:
         return f"differentiates {name} where no two batch elements or heads share them"
     return None
@@ -224,7 +226,7 @@ def tiles(problem: Problem) -> str:
         return forward
     from tilewise.backends.gluon.sm90.backward.launch import working_memory
 
-    device = torch.device(problem.device if torch.cuda.is_available() else "meta")  # or a plan for a GPU elsewhere
+    device = torch.device(problem.device if torch.cuda.is_available() else "meta")  # "meta" for a plan without this GPU
     parts = working_memory(problem, device)
     named = ", ".join(f"{name} {quantity(size, 'B')}" for name, size in parts.items() if size)
     elements = backward_config(problem).elements

@@ -1,1 +1,1 @@
-"""Parts of the Hopper kernels that forward and backward share: tile sizes, the softmax, wgmma, dropout, bias kinds."""
+"""Code shared by the Hopper forward and backward: tile sizes, softmax, wgmma, dropout, kinds of bias."""

@@ -1,4 +1,4 @@
-"""Tile sizes, warpgroups and pipelines of the Hopper kernel, with the reason for the numbers."""
+"""Tile sizes, warpgroups and pipeline stages of the Hopper kernels, and the reasons for them."""
 
 from __future__ import annotations
 
@@ -13,45 +13,49 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band
 from tilewise.spec.tiles import visible_pairs
 
-ROWS = 64  # queries of a warpgroup: the height of a wgmma
-SHARED_MEMORY = 227 * 1024  # bytes that one program may use on sm_90
-ELEMENTS = 3  # batch elements of a program of the backward, see `is_batched`
-BATCHED_FROM = 128  # queries, and keys
-MOST_PROGRAMS = 8  # of a group that shares a bias, see dbias_reduce
-L2_CACHE = 32 * 1024**2  # of 50 MiB, what is there again when the next program wants it
+ROWS = 64  # queries per warpgroup: the height of a wgmma
+SHARED_MEMORY = 227 * 1024  # bytes available to one program on sm_90
+ELEMENTS = 3  # batch elements per program of the backward, see `is_batched`
+BATCHED_FROM = 128  # the fewest queries, and keys
+MOST_PROGRAMS = 8  # programs of a group that shares a bias, at most; see dbias_reduce
+L2_CACHE = 32 * 1024**2  # bytes, of 50 MiB, that are still cached when the next program reads them
 
 
 def most_registers(programs: int, warpgroups: int) -> dict[str, int]:
-    """Triton's option for so many programs of so many warpgroups on a multiprocessor; none for a large one, which has
-    all, but for a small one: Triton would ask for 256 a thread, and there are 255."""
+    """Return Triton's register option for ``programs`` of ``warpgroups`` per multiprocessor; none if one large program
+    has all.
+
+    A small single program needs the option: Triton would ask for 256 registers per thread, and 255 are the most.
+    """
     most = 65536 // (programs * warpgroups * 128) // 8 * 8
     return {} if programs == 1 and most < 255 else {"maxnreg": min(most, 248)}
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How one program works. Its warpgroups take the tensor cores in turns: the softmax of one runs under the products
-    of the others.
+    """Configuration of a forward program. Its warpgroups use the tensor cores in turn: the softmax of one overlaps the
+    products of the others.
 
     Attributes:
-        block_n: keys of a tile.
-        warpgroups: that compute, `ROWS` queries each; one more warp loads Q, K and V, one for each loads its bias.
-        q_stages: tiles in the pipeline of Q.
-        stages: tiles in the pipelines of K and V.
-        bias_stages: tiles in the pipeline of the bias, for each warpgroup.
+        block_n: keys per tile.
+        warpgroups: computing warpgroups, `ROWS` queries each; one more warp loads Q, K and V, and one per warpgroup its
+            bias.
+        q_stages: stages of the pipeline of Q.
+        stages: stages of the pipelines of K and V.
+        bias_stages: stages of the bias pipeline of each warpgroup.
         bias_first: the accumulator of Q·Kᵀ starts from the bias; else the bias is added after the product.
         lazy: O is rescaled only where a row's maximum has grown by more than `softmax.SLACK` powers of two.
-        sums_by_thread: each thread sums up what it has of a row, and threads of a row meet at its end only.
-        peeled: the tiles of keys that a band cuts come first and have a loop of their own; else a branch.
-        skips_hidden: a warpgroup leaves tiles out of which it sees nothing, and another something.
-        dynamic: a program takes whichever tile of queries is left; else those at a stride of the number of programs.
-        o_in_q: O leaves through the shared memory of Q.
-        o_in_bias: through a slot of the bias's pipeline, in its turn: Q and K of the next tile need not wait for that.
-        q_in_registers: Q is read once, not by every wgmma.
-        words_last: those of dropout are made after P·V, whose registers are then free; else among the exponentials.
-        scale_in_q: Q is scaled when it is read; the units of the scores are 1, and a bias needs no multiplication.
-        programs: that share a multiprocessor.
-        registers: of a thread of a computing and of a loading warp; 64 K of them in all.
+        sums_by_thread: each thread sums its part of a row; the threads of a row combine their sums once, at its end.
+        peeled: key tiles cut by the window come first, in a loop of their own; else there is a branch.
+        skips_hidden: a warpgroup skips tiles that are empty for it but not for another.
+        dynamic: a program fetches the next query tile; else it takes tiles at a stride of the number of programs.
+        o_in_q: O is stored through the shared memory of Q.
+        o_in_bias: O is stored through a slot of the bias pipeline, in its turn: Q and K of the next tile do not wait.
+        q_in_registers: Q is read into registers once, not from shared memory by each wgmma.
+        words_last: dropout words are computed after P·V, whose registers are then free; else among the exponentials.
+        scale_in_q: Q is scaled when it is read; scores are in units of 1, and a bias needs no multiplication.
+        programs: programs per multiprocessor.
+        registers: registers per thread of a computing and of a loading warp; 64 K in all.
     """
 
     block_n: int
@@ -79,39 +83,42 @@ class ForwardConfig:
 
 
 def padded(n: int) -> int:
-    """The next power of two from 32 up: the width of a tile, which TMA fills up with zeros."""
+    """Return the next power of two, at least 32: the width of a tile, which TMA pads with zeros."""
     return max(32, 1 << (n - 1).bit_length())
 
 
 def _scales_exactly(problem: Problem) -> bool:
-    """Whether queries can be multiplied by the scale without rounding: by a power of two, if their exponents have room
-    for it. Those of bfloat16 have, down to elements of 2^-110; smaller ones may lose 2^-134 each, as if they had been
-    written down in bfloat16 after scaling, which a score shows only beside keys past 2^100."""
+    """True if multiplying queries by the scale does not round: the scale is a power of two, within the exponent range.
+
+    bfloat16 has that range for elements down to 2^-110; smaller ones may lose 2^-134 each, as if rounded to bfloat16
+    after scaling, which changes a score only with keys past 2^100.
+    """
     scale = problem.score.scale
     return problem.dtype == torch.bfloat16 and 2**-16 <= scale <= 1 and math.frexp(scale)[0] == 0.5
 
 
 def sees_few(queries: int, keys: int, lo: int | None, hi: int | None) -> bool:
-    """Whether a query sees few keys: of 192 queries that a band cuts more is in vain than of 128 (H200, D=64).
+    """True if queries see few keys: tiles of 192 queries that the window cuts waste more than those of 128 (H200,
+    D=64).
 
-    lo, hi: the limits of the band.
+    lo, hi: limits of the window.
     """
     return keys < 2048 or visible_pairs(queries, keys, Band(lo, hi)) // max(1, queries) < 2048
 
 
 def band_of(problem: Problem) -> tuple[int, int, int | None, int | None]:
-    """Queries and keys, and the limits of the band."""
+    """Return queries, keys, and the limits of the window."""
     return problem.queries, problem.keys, problem.score.band.lo, problem.score.band.hi
 
 
 def hides_keys(problem: Problem) -> bool:
-    """Whether a mask is the same for all queries, and heads, of a batch element."""
+    """True if all queries and heads of a batch element share a bool mask over the keys."""
     mask = problem.mask
     return mask is not None and problem.tile_mask is None and mask.rows == 1 and mask.heads == 1 and mask.cols > 1
 
 
 def has_small_heads(problem: Problem) -> bool:
-    """Whether K, V and the bias of a tile of keys come together, see `small_heads_kernel`."""
+    """True if `small_heads_kernel` runs, which loads K, V and the bias of a key tile together."""
     p, score = problem, problem.score
     if (p.mask is not None and not hides_keys(p)) or p.parts is not None or p.totals is not None or p.sink is not None:
         return False
@@ -121,34 +128,34 @@ def has_small_heads(problem: Problem) -> bool:
 
 
 def forward_config(problem: Problem) -> ForwardConfig:
-    """The forward's tiles."""
+    """Return the forward's configuration."""
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     bias = problem.bias_itemsize
-    # A bias along the keys or the queries has no tiles: beside one all is as without.
+    # A bias along the keys or the queries has no tiles: the configuration is that without a bias.
     along_keys = problem.bias is not None and problem.bias.axes == "cols"
-    # 240 registers hold S and P of 128 keys and O of 128 dimensions; O of 256 leaves room for 64 keys.
-    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a softcap takes registers beside any: half
-    # the keys.
+    # 240 registers hold S and P of 128 keys and O of 128 dimensions; with O of 256 dimensions 64 keys fit.
+    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a softcap with any bias takes more
+    # registers: half the keys.
     band, capped = not problem.score.band.unlimited, problem.score.transformed
     masked = problem.mask is not None
     plain = not bias and not masked
     crowded = capped and (bias > 0 or along_keys)
-    # With heads of 32 a tile is mostly softmax: two programs of half the keys fit a multiprocessor, and one of them
-    # computes while the other waits for its bias.
+    # With heads of 32 a tile is mostly softmax: two programs of half the keys fit a multiprocessor, and one computes
+    # while the other waits for its bias.
     small = d == 32 and bias > 0 and not capped and (not masked or has_small_heads(problem))
     block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
-    # A third warpgroup shares the tiles of keys with two: worth it where 160 registers are enough for each.
+    # A third warpgroup shares key tiles with two others: faster if 160 registers per thread are enough.
     three = d <= 64 and plain and not (capped or problem.score.dropout)
     three = three and not (band and sees_few(*band_of(problem)))
     in_registers = not (three or small) and d <= 128
-    # but for a mask that differs between queries, where that is 5 % slower; of keys alone 3 % faster (H200, D=64)
+    # except with a mask that differs between queries (5 % slower); with a mask of keys 3 % faster (H200, D=64)
     by_rows = d == 64 and not bias and problem.mask is not None and problem.mask.rows > 1
     in_registers = in_registers and not by_rows
     apart = problem.score.band.hi is not None and problem.score.band.lo is None and not masked
-    # A bias by distance whose range ends: most tiles of long rows have none, as if there was no bias.
+    # Bias by relative position whose range ends: most tiles of long rows have no entry, as if there was no bias.
     ends_below = ends(problem).lo
     rows = (3 if three else 2) * ROWS
-    fills = d == 256 or (bias > 0 and d == 128)  # no room for O beside everything else
+    fills = d == 256 or (bias > 0 and d == 128)  # no shared memory is left for O
     by_distance = problem.score.query is not None and problem.bias is not None and problem.bias.dtype == problem.dtype
     o_in_bias = fills and by_distance and block_n == padded(problem.value_dim)
     underflows = toeplitz_constants(problem, 2 * block_n)["UNDERFLOWS"]
@@ -159,9 +166,9 @@ def forward_config(problem: Problem) -> ForwardConfig:
         stages=3 if d == 64 and band and not bias and not three else 2,
         bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
         bias_first=(bias > 0 or along_keys) and not capped,
-        # What it leaves out is worth its branch but beside a bias of 128 dimensions, or in small programs (H200).
+        # Rescaling costs more than the branch, except beside a bias at 128 dimensions, or in small programs (H200).
         lazy=(not bias or ends_below) if d >= 128 else not small,
-        # whose tiles the host does not count
+        # the host does not know the number of key tiles
         dynamic=underflows or band or (masked and not small) or problem.totals is not None,
         q_in_registers=in_registers,
         scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
@@ -169,45 +176,43 @@ def forward_config(problem: Problem) -> ForwardConfig:
         o_in_bias=o_in_bias,
         registers=(104, 32) if small else (160, 32) if three else (240, 24),
         programs=2 if small else 1,
-        # Worth 1 to 2 %; slower beside a bias, and at 128 dimensions without a band (H200).
+        # 1 to 2 % faster; slower beside a bias, and at 128 dimensions without a window (H200).
         sums_by_thread=((plain or (ends_below and not small)) and (d != 128 or band)) or by_rows,
         peeled=apart,
-        skips_hidden=apart and rows > block_n,  # else it has nothing to leave out, and costs 1 %
-        words_last=d == 128,  # beside Q there are no registers for them (H200); at D=64 that is 8 % slower
+        skips_hidden=apart and rows > block_n,  # else it skips nothing, and costs 1 %
+        words_last=d == 128,  # Q in registers leaves none for the words (H200); at D=64 this is 8 % slower
     )
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """How one program of the backward works; one or two warpgroups compute, one warp loads.
+    """Configuration of a backward program; one or two warpgroups compute, one warp loads.
 
     Attributes:
-        block_m: queries of a tile.
-        m_subtiles: a tile is computed in so many, the softmax of one under products of the other.
-        block_n: keys of a program: `ROWS` for each warpgroup, or for both, which then share the columns.
-        warpgroups: that compute.
-        stages: tiles in the pipeline of Q and the bias.
-        do_stages: tiles in the pipeline of dO.
-        dq_parts: dQ leaves in so many parts, one after the other; two only if `ahead`.
-        dq_by_tma: they leave through shared memory, and a warp of its own adds them, in a fixed order if need be; else
-            straight from registers.
+        block_m: queries per tile.
+        m_subtiles: subtiles of a tile; the softmax of one overlaps the products of the other.
+        block_n: keys per program: `ROWS` per warpgroup, or for both, which then share the columns.
+        warpgroups: computing warpgroups.
+        stages: stages of the pipelines of Q and the bias.
+        do_stages: stages of the pipeline of dO.
+        dq_parts: dQ is added in so many parts, one after the other; two only if `ahead`.
+        dq_by_tma: dQ is stored in shared memory, and its own warp adds it, if necessary in a fixed order; else it is
+            added from registers.
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
-        peeled: of a band; they and the tiles that nothing cuts have a loop each. Else a branch in one loop.
-        key_stages: tiles in the pipeline of K; that of the next work tile comes before dK of one has left.
-        value_stages: tiles in the pipeline of V, as many; or one beside two of K, where dV leaves through the memory of
-        dQ
-            and the next V comes as soon as the last step has read this one.
-        dynamic: a program stays and takes whichever tile of keys is left, if some are; else there is one for each.
-        head_swizzle: key/value heads whose tiles of keys alternate.
-        deferred_release: where order matters, a tile of dQ counts as added a step later, when it is there without a
-            wait.
-        k_in_registers, v_in_registers: K, V are read once, not by every wgmma of K·Qᵀ, of dP.
-        dq_stored: each tile of queries has one tile of keys, and its dQ leaves as what it is, not onto a float32 sum.
-        sum_bytes: of shared memory for the tiles of dS that are added up to a shared dBias.
-        programs: that share a multiprocessor.
-        loading_registers: of a thread of the loading warp.
-        elements: batch elements of a program, which has so many times `warpgroups`, see batched; else 1.
-        computing_registers: of a thread of an element.
+        peeled: tiles that the window cuts and full tiles have a loop each; else there is a branch in one loop.
+        key_stages: stages of K's pipeline; with two, K of the next work tile is loaded before dK is stored.
+        value_stages: stages of V's pipeline, as many; or one beside two of K: dV is stored through the memory of dQ,
+            and the next V is loaded as soon as the last step has read this one.
+        dynamic: a program stays and fetches the next key tile; else there is one program per key tile.
+        head_swizzle: key/value heads whose key tiles alternate.
+        deferred_release: with a fixed order, a dQ tile counts as added one step later, when it is there without a wait.
+        k_in_registers, v_in_registers: K, V are read into registers once, not by each wgmma of K·Qᵀ, of dP.
+        dq_stored: each query tile has one key tile, and its dQ is stored in its dtype, not added to a float32 sum.
+        sum_bytes: shared memory for the dS tiles that are added up to a shared dBias.
+        programs: programs per multiprocessor.
+        loading_registers: registers per thread of the loading warp.
+        elements: batch elements per program, which has so many times `warpgroups`, see `is_batched`; else 1.
+        computing_registers: registers per thread of a batch element's warpgroup.
     """
 
     block_m: int
@@ -236,21 +241,23 @@ class BackwardConfig:
 
     @property
     def shares_keys(self) -> bool:
-        """Both warpgroups have the same keys, and each a half of the columns of every product."""
+        """True if both warpgroups have the same keys, and each half of the columns of every product."""
         return self.warpgroups * ROWS > self.block_n
 
 
 def backward_width(problem: Problem) -> int:
-    """The width of the backward's tiles of Q, K, V and dO."""
+    """Return the width of the backward's tiles of Q, K, V and dO."""
     return max(padded(problem.head_dim), padded(problem.value_dim))
 
 
 def head_swizzle(problem: Problem, queries: int) -> int:
-    """Of the backward, for so many queries. A band makes tiles of keys unlike: the longest of eight heads come first,
-    so that the last to run are short; those of a window are alike, and faster one head after the other (2 % of 512 and
-    2,048 of 16,384 keys, H200, D=128). Where order matters each program follows the one before it by a step or two, and
-    of several heads several at once: of as many heads as have Q, dO and the float32 sum of dQ in the L2 cache
-    together."""
+    """Return the backward's head swizzle for ``queries`` queries: key/value heads whose key tiles alternate.
+
+    With a causal window key tiles differ in length: the longest of eight heads run first, so that short ones run last.
+    Tiles of a local window are equally long, and one head after the other is faster (2 % at windows of 512 and 2,048 of
+    16,384 keys, H200, D=128). With a fixed order each program follows the previous one by a step or two, so that
+    several heads run at once: as many as have Q, dO and the float32 dQ sum in the L2 cache.
+    """
     band, width = problem.score.band, backward_width(problem)
     least = 1 if band.unlimited or longest_first(problem) else 8
     if not problem.deterministic:
@@ -259,26 +266,29 @@ def head_swizzle(problem: Problem, queries: int) -> int:
 
 
 def heads_in_cache(problem: Problem, queries: int) -> int:
-    """Of how many key/value heads the L2 cache has room for Q, dO and the float32 sum of dQ together, a power of two;
-    of one at least."""
+    """Return the key/value heads whose Q, dO and float32 dQ sum fit the L2 cache together: a power of two, at least
+    one."""
     head = problem.group * queries * backward_width(problem) * (2 * problem.dtype.itemsize + 4)
     return 1 << max(1, L2_CACHE // head).bit_length() - 1
 
 
 def scatters(problem: Problem) -> bool:
-    """Whether neighbouring tiles may see tiles that have nothing to do with each other, as blocks do. Intervals of
-    queries, as of windows and documents, say that they do not; a bool mask says nothing, and is taken for one of these.
+    """True if neighbouring tiles may visit unrelated tiles, as with block-sparse masks.
+
+    A mask given as intervals of queries, such as windows and documents, does not; nor is a bool mask assumed to.
     """
     return problem.tile_mask is not None and problem.tile_mask.kind == "bits"
 
 
 def longest_first(problem: Problem) -> bool:
-    """Whether work tiles beside a mask come the longest first: of the backward, where heads or batch elements share a
-    matrix, and run side by side to read it once. Programs that see as much stay in step, and then Q, dO and dq_accum of
-    the heads that run together come from the L2 cache for more than one of them, as they do in a call without a mask
-    (H100, blocks at 25 % of 16,384 keys, D=128, 16 heads: 5.2 ms to 3.7). Not where order is fixed, nor where
-    neighbours visit the same queries, and stay in step anyway (documents: 0.70 ms to 0.88); of blocks that happen to be
-    such, their lists tell."""
+    """True if the backward orders work tiles longest first, because heads or batch elements share a matrix bias.
+
+    They run side by side to read it once. Programs of similar length stay in step, so that the L2 cache serves Q, dO
+    and dq_accum of the heads that run together to more than one of them, as without a mask (H100, 25 % of blocks of
+    16,384 keys, D=128, 16 heads: 5.2 ms to 3.7). False with a fixed order, and where neighbours visit the same queries
+    and stay in step anyway (documents: 0.70 ms to 0.88); for block masks of this kind `longest_first_kernel` detects
+    it.
+    """
     p, bias = problem, problem.bias
     if bias is None or bias.axes != "matrix" or not scatters(p) or p.deterministic or p.score.query is not None:
         return False
@@ -286,10 +296,10 @@ def longest_first(problem: Problem) -> bool:
 
 
 def _dense_stores(problem: Problem) -> bool:
-    """Whether dQ of a call that is no packed batch leaves as what it is where all keys are one tile.
+    """True if dQ of a dense call is stored directly where all keys are one tile.
 
-    Not beside a mask, whose lists leave tiles of queries out and have the order of sums, nor beside what has loops or
-    sums of its own: a bias by distance, and a tile bias that several heads or batch elements share.
+    False with a mask, whose lists leave out query tiles and hold the order of sums, and with terms that have their own
+    loops or sums: a bias by relative position, and a matrix bias that several heads or batch elements share.
     """
     bias, score = problem.bias, problem.score
     if problem.mask is not None or problem.parts is not None or score.query is not None or score.toeplitz is not None:
@@ -298,9 +308,12 @@ def _dense_stores(problem: Problem) -> bool:
 
 
 def is_batched(problem: Problem) -> bool:
-    """Whether a program of the backward has several batch elements, which share a bias that has a gradient: of heads of
-    32, where there are enough of them for all programs (H200, H = 4, of the speed of one in a program: 1.14 to 1.43 for
-    32 to 192 batch elements and 192 to 768 queries and keys, 1.03 to 1.14 for 128; 0.82 for 16 batch elements)."""
+    """True if a backward program computes several batch elements, which share a bias that has a gradient.
+
+    For heads of 32, with enough batch elements for all programs (H200, H = 4, speed relative to one element per
+    program: 1.14 to 1.43 for 32 to 192 batch elements and 192 to 768 queries and keys, 1.03 to 1.14 for 128; 0.82 for
+    16 batch elements).
+    """
     p, bias, score = problem, problem.bias, problem.score
     if bias is None or not p.bias_grad or p.bias_itemsize != p.dtype.itemsize or bias.dtype != p.dtype:
         return False
@@ -315,12 +328,12 @@ def is_batched(problem: Problem) -> bool:
 
 
 def dbias_sums(problem: Problem) -> int:
-    """How many sums a dBias comes from where programs that share a bias add their tiles of dS as they come, in the
-    bias's dtype and in any order; 0 where they do not.
+    """Return the number of sums of dBias if programs that share a bias add dS tiles in its dtype, in any order; else 0.
 
-    A 16-bit sum has no more than eight summands: it is then nearer to float64 than unfused torch, whose dS is rounded
-    more often (at most 0.75 of its error; with sixteen 1.5). Two such sums take as much memory as a float32 one. Beside
-    q of the other 16-bit dtype unfused torch has float32 scores, and rounds dBias once: so do the other ways."""
+    A 16-bit sum has at most eight summands: it is then nearer to float64 than unfused torch, which rounds dS more often
+    (at most 0.75 of its error; with sixteen 1.5). Two such sums take as much memory as a float32 one. If q has the
+    other 16-bit dtype, unfused torch has float32 scores and rounds dBias once; so do the other methods.
+    """
     bias = problem.bias
     if bias is None or problem.deterministic or problem.score.query is not None or bias.axes != "matrix":
         return 0
@@ -336,7 +349,8 @@ def dbias_sums(problem: Problem) -> int:
 
 
 def backward_config(problem: Problem) -> BackwardConfig:
-    """The backward's tiles: registers hold S and dP of 64 queries, and dK and dV of 128 keys and 128 dimensions."""
+    """Return the backward's configuration. Registers hold S and dP of 64 queries, dK and dV of 128 keys and 128
+    dimensions."""
     d, bias = backward_width(problem), problem.bias
     tile, along_keys = problem.bias_itemsize > 0, bias is not None and bias.axes == "cols"
     swizzle = head_swizzle(problem, problem.queries)
@@ -345,8 +359,8 @@ def backward_config(problem: Problem) -> BackwardConfig:
     shared = tile and bias is not None and not problem.broadcast_group(bias).single
     if d == 256:
         # dK and dV of 64 keys take half of the registers of both warpgroups. Shared memory holds K, V, two tiles of Q,
-        # for the next K·Qᵀ, and two of dO; or one, which comes under dQ, dK and that product, and half of dQ, or a tile
-        # for dS beside two of the bias, or one for a shared dBias beside dS.
+        # for the next K·Qᵀ, and two of dO. Or one of dO, loaded during dQ, dK and that product, and half of dQ; or a dS
+        # tile beside two of the bias; or one for a shared dBias beside dS.
         one = problem.deterministic or apart or (shared and problem.score.transformed)
         return BackwardConfig(
             block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if one else 2, dq_parts=2,
@@ -360,20 +374,20 @@ def backward_config(problem: Problem) -> BackwardConfig:
             sum_bytes=0, loading_registers=72, key_stages=2, value_stages=2, dynamic=True, elements=ELEMENTS,
             computing_registers=144,
         )  # fmt: skip
-    # Smaller programs that share a multiprocessor do not wait for each other, but read Q and dO, and add dQ, for half
-    # the keys each: worth it with heads of 32, and of 64 where tiles do not come in subtiles (H200).
+    # Smaller programs that share a multiprocessor do not wait for each other, but each reads Q and dO, and adds dQ, for
+    # half the keys: faster with heads of 32, and of 64 where tiles have no subtiles (H200).
     capped = problem.score.transformed
     band, masked = problem.score.band, problem.mask is not None
     programs = 1
-    # A float32 bias has tiles of twice the size, and dS one of its own beside them: fewer programs fit, and at 128
-    # dimensions half the keys.
+    # A float32 bias has tiles of twice the size, and a separate dS tile: fewer programs fit, and at 128 dimensions half
+    # the keys.
     wide = problem.bias_itemsize == 4
-    words = bool(problem.score.dropout) and problem.score.toeplitz is not None  # of dropout, in loops of its own
+    words = bool(problem.score.dropout) and problem.score.toeplitz is not None  # dropout, in loops of its own
     plain = band.lo is None and not (capped or masked or along_keys or words)  # subtiles fit
-    # Of a packed batch of short sequences a larger tile is mostly empty, and there are as many as sequences and heads:
-    # more programs side by side.
+    # In a packed batch of short sequences a larger tile is mostly empty, and there are as many tiles as sequences and
+    # heads: more programs side by side.
     short = problem.totals is not None and max(problem.queries, problem.keys) <= ROWS
-    # Beside a shared bias too, but where dS is added onto a sum: that is what its two warps are too few for.
+    # Also with a shared bias, except where dS is added to a sum, for which two warps are too few.
     group = problem.broadcast_group(bias) if tile and bias is not None else None
     onto_sum = group is not None and problem.bias_grad and MOST_PROGRAMS % (group.batch * group.kv_heads) != 0
     onto_sum = onto_sum and not dbias_sums(problem)
@@ -382,30 +396,30 @@ def backward_config(problem: Problem) -> BackwardConfig:
         small = band.unlimited and not (capped or wide or along_keys)
         programs = 3 if small else 2  # 136 registers, or 232
     elif d == 64 and not wide and (short or halved or not (tile or problem.deterministic or plain)):
-        programs = 2  # where order matters, half the keys are twice as many waits
+        programs = 2  # with a fixed order, half the keys mean twice as many waits
     block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
-    # At 64 dimensions 128 queries between two meetings of the warpgroups, in subtiles: worth a tenth, with a bias tile
-    # a quarter; a softcap or a bias of the keys would spill (H200).
-    # A Toeplitz bias, in loops of its own, needs what registers the next K·Qᵀ would have, and but for subtiles K.
+    # At 64 dimensions 128 queries, in subtiles, between two synchronizations of the warpgroups: 10 % faster, with a
+    # bias tile 25 %; a softcap or a bias of the keys would spill (H200).
+    # A Toeplitz bias, in its own loops, needs the registers of the next K·Qᵀ, and without subtiles those of K.
     far = problem.score.toeplitz
     diagonals = problem.parts is not None and far is not None and ("toeplitz" in problem.parts.grads or far.linear)
     tall = d == 64 and programs == 1 and not (wide or capped or masked or along_keys or words)
-    # What wgmma reads of shared memory is the next limit there: K, or K and V, into registers, where there are some
-    # left, are worth 4 to 10 %. So is the next K·Qᵀ; but a bias tile, which must come first, makes it slower (H200).
+    # Then the shared-memory reads of wgmma are the limit: K, or K and V, in registers, where some are free, are 4 to 10
+    # % faster. So is the next K·Qᵀ ahead; but with a bias tile, which must come first, it is slower (H200).
     d64 = d == 64 and not tile
     ahead = d64 and not diagonals and (programs == 1 or not along_keys)
     single = problem.keys <= block_n and (problem.totals is not None or _dense_stores(problem))
-    # At 128 dimensions there is room for two tiles of K, but for one of V. Worth most where work tiles are short.
+    # At 128 dimensions two tiles of K fit, but one of V. The gain is largest with short work tiles.
     few_steps = problem.totals is not None or (band.lo is not None and band.hi is not None)
     keys_ahead = d == 128 and block_n == 2 * ROWS and few_steps and not (tile or along_keys or masked or single)
-    # 8192 elements that are added up at a time, or half of them where the tiles leave no room for more.
+    # 8192 elements are added at a time, or half where tiles leave no more shared memory.
     crowded = masked and (apart or capped) and d == 128 and not wide
     return BackwardConfig(
         block_m=2 * ROWS if tall else ROWS, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2,
-        dq_parts=1, dq_by_tma=problem.deterministic or d != 32,  # from registers it leaves faster there (H200)
+        dq_parts=1, dq_by_tma=problem.deterministic or d != 32,  # from registers it is faster there (H200)
         ahead=ahead, programs=programs,
         sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), m_subtiles=2 if tall else 1,
-        # Worth 3 % at 128 and at 64 in subtiles; beside a bias tile it would spill there (H200).
+        # 3 % faster at 128 and at 64 in subtiles; with a bias tile it would spill there (H200).
         peeled=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
         k_in_registers=(d64 and (tall or not diagonals)) or (d == 32 and bias is None and not masked),
         v_in_registers=d64 and not tall and not diagonals and (programs == 2 or not along_keys),

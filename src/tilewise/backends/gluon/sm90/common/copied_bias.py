@@ -1,11 +1,11 @@
-"""A bias that TMA cannot read as it lies, and that many share: a copy whose rows begin at multiples of 16 bytes.
+"""Copies of a shared bias that TMA cannot read in place, with rows that begin at multiples of 16 bytes.
 
-So lie heads last, as a linear layer makes a pair bias, and rows of a length that is no multiple of eight. The Triton
-kernels read them element by element, which takes several times as long as all the rest; a copy is read by each of those
-who share it, and is smaller by their number than what a matrix for each of them would be. The rows of its gradient have
-such a length too, until the kernels are done.
+Examples: heads last, as a linear layer returns a pair bias, or rows of a length that is no multiple of eight. The
+Triton kernels read such a bias element by element, which takes several times as long as all other work; all heads that
+share the bias read one copy, smaller by their number than a matrix per head. Rows of its gradient are padded too, until
+the kernels are done.
 
-Nothing here imports triton: the plan asks on machines that have none.
+Nothing here imports triton: the plan calls it on machines without triton.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 
-SHARERS = 4  # query heads of all batch elements; of fewer nobody makes a second matrix
-STEP = 8  # elements, of which a multiple is one of 16 bytes in each dtype
+SHARERS = 4  # query heads of all batch elements that share a bias; with fewer no copy is made
+STEP = 8  # elements; 16 bytes or a multiple in each dtype
 
 
 def is_shared(problem: Problem) -> bool:
@@ -28,7 +28,7 @@ def is_shared(problem: Problem) -> bool:
 
 
 def is_copied(problem: Problem) -> bool:
-    """Whether the kernels read a copy of the bias."""
+    """True if the kernels read a copy of the bias."""
     return "bias" in problem.irregular and is_shared(problem)
 
 
@@ -37,7 +37,7 @@ def is_row_of_16_bytes(bias: TensorSpec) -> bool:
 
 
 def pads_gradient(problem: Problem) -> bool:
-    """Whether rows of what becomes dBias are longer than its own."""
+    """True if the kernels write dBias with longer rows than the bias has."""
     return problem.bias is not None and is_shared(problem) and not is_row_of_16_bytes(problem.bias)
 
 

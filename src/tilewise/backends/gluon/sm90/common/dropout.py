@@ -1,13 +1,13 @@
-"""Dropout of probabilities in registers: which are kept is a function of their place, see `tilewise.spec.dropout`.
+"""Dropout of probabilities in registers; a probability's place decides if it is kept, see `tilewise.spec.dropout`.
 
-A thread of wgmma's result owns all eight scores of a group, of a transposed tile four: rows i, i + 8 and columns j,
-j + 8, by a half of both words. In a forward a half has the numbers of two neighbours of a row each, in the places that
-they have in a packed pair of P: `set` compares two at once, as float16's, and its result is the mask of such a pair.
+A thread of wgmma's result has all eight scores of a dropout group, in a transposed tile four: rows i, i + 8 and columns
+j, j + 8, with one half of both words. In a forward each half has the numbers of two neighbours of a row, at their
+positions in a packed pair of P: `set` compares two at once, as float16 numbers, and returns the mask of such a pair.
 
-Nothing of this needs the scores: a forward asks for words before it waits for Q·Kᵀ, and ptxas mixes it with
-exponentials; or, with WORDS_LAST, once P·V has ended, whose registers are then free, and other warpgroups have
-exponentials. In the backward a probability that is dropped has its sign turned: P is needed with dropout for dV, where
-rounding takes what is negative to 0, and without for dS; a sign costs no register.
+The words do not depend on the scores. A forward computes them before it waits for Q·Kᵀ, and ptxas mixes them with
+exponentials; or, with WORDS_LAST, after P·V, when its registers are free and other warpgroups compute exponentials. The
+backward negates a dropped probability: dV needs P with dropout, where rounding sets negative numbers to 0, and dS needs
+P without; a sign costs no register.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from tilewise.backends.kernels.dropout import four_of_columns, kept, pair_of_row
 
 @gluon.jit
 def of_groups(x, TRANSPOSED: gl.constexpr):
-    """[queries, keys] as [queries / 16, 8, keys / 16, 4, keys j and j + 1, keys j and j + 8, queries i and i + 8], and
-    [keys, queries] as [keys / 16, 8, queries / 16, 8, keys j and j + 8, queries i and i + 8]."""
+    """Reshape a tile so that the last axes are within a dropout group.
+
+    [queries, keys] becomes [queries / 16, 8, keys / 16, 4, keys j and j + 1, keys j and j + 8, queries i and i + 8];
+    TRANSPOSED, [keys, queries] becomes [keys / 16, 8, queries / 16, 8, keys j and j + 8, queries i and i + 8].
+    """
     if TRANSPOSED:
         x = x.reshape([x.shape[0] // 16, 2, 8, x.shape[1] // 16, 2, 8])
         return x.permute((0, 2, 3, 5, 1, 4))
@@ -33,7 +36,7 @@ def of_groups(x, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def first_of_groups(x, TRANSPOSED: gl.constexpr):
-    """What the first query and key of each group have."""
+    """Return the element of each group's first query and key."""
     x, _ = of_groups(x, TRANSPOSED).split()
     x, _ = x.split()
     if not TRANSPOSED:
@@ -43,9 +46,11 @@ def first_of_groups(x, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def counter(first, within, KNOWN: gl.constexpr, word, HAS_ORIGIN: gl.constexpr):
-    """A counter of Philox for each of ``within``, counted from that of a tile's begin, ``first``. Without an origin a
-    tile begins at a multiple of its size: nothing carries, and what a thread knows when it is compiled, all but the
-    bits that KNOWN has not, comes last, apart."""
+    """Return the Philox counter of each of ``within``, relative to the tile's counter ``first``.
+
+    Without an origin a tile begins at a multiple of its size, so that XOR needs no carry; the bits KNOWN at compile
+    time in each thread are applied last, separately.
+    """
     if HAS_ORIGIN:
         return (first + within) ^ word
     else:
@@ -54,7 +59,7 @@ def counter(first, within, KNOWN: gl.constexpr, word, HAS_ORIGIN: gl.constexpr):
 
 @gluon.jit
 def first_places(none, TRANSPOSED: gl.constexpr):
-    """Of each group the first query and key in a tile. ``none``: a tile of zeros."""
+    """Return the first query and the first key of each group within a tile. ``none``: a tile of zeros."""
     A: gl.constexpr = 0 if TRANSPOSED else 1  # the axis of keys
     LAYOUT: gl.constexpr = none.type.layout
     rows = gl.expand_dims(gl.arange(0, none.shape[1 - A], gl.SliceLayout(A, LAYOUT)), A).to(gl.uint32)
@@ -64,7 +69,7 @@ def first_places(none, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def group_words(rows, cols, words, m0, n0, KNOWN: gl.constexpr, terms):
-    """The two words of each group, whose first query and key are those. KNOWN: of a query's counter, see `counter`."""
+    """Return the two words of each group, given its first query and key. KNOWN: as in `counter`, for queries."""
     HAS_ORIGIN: gl.constexpr = terms.origin is not None
     if HAS_ORIGIN:
         m0 += terms.origin.query
@@ -76,7 +81,7 @@ def group_words(rows, cols, words, m0, n0, KNOWN: gl.constexpr, terms):
 
 @gluon.jit
 def _dropped_halves(word, terms):
-    """0xffff where the number of a half is less than the threshold, see `dropout_bounds`."""
+    """Return 0xffff in each half whose number is less than the threshold, see `dropout_bounds`."""
     OTHER: gl.constexpr = "xor.b32 x, x, 0x7fff7fff;" if terms.MOSTLY else ""
     TEST: gl.constexpr = "geu" if terms.MOSTLY else "lt"
     return gl.inline_asm_elementwise(
@@ -88,7 +93,7 @@ def _dropped_halves(word, terms):
 
 @gluon.jit
 def _bytes_of(word, SELECTOR: gl.constexpr):
-    """Four bytes of a word, ``prmt``; 8 in a selector: a byte's sign, in all bits."""
+    """Permute the bytes of a word (``prmt``); a selector digit with bit 3 set replicates the byte's sign."""
     return gl.inline_asm_elementwise(
         f"prmt.b32 $0, $1, 0, {SELECTOR};", "=r,r", [word], dtype=gl.uint32, is_pure=True, pack=1
     )
@@ -96,14 +101,16 @@ def _bytes_of(word, SELECTOR: gl.constexpr):
 
 @gluon.jit
 def dropout_words(words, m0, n0, terms, c):
-    """By which `dropped_pairs` drops probabilities of a tile of 64 queries from ``m0`` on and the keys from ``n0`` on:
-    of queries i and i + 8 of each group one, [4, 8, BLOCK_N / 16, 4]. ``words``: a `Stream`."""
+    """Return the words by which `dropped_pairs` drops probabilities of 64 queries from ``m0`` and keys from ``n0`` on.
+
+    Two words, for queries i and i + 8 of each group, each [4, 8, BLOCK_N / 16, 4]. ``words``: a `Stream`.
+    """
     LAYOUT: gl.constexpr = accumulator(64, c.BLOCK_N)
     none = gl.zeros([64, c.BLOCK_N], gl.uint32, LAYOUT)
     if terms.IN_GROUPS:
         rows, cols = first_places(none, False)
         x0, x1 = group_words(rows, cols, words, m0, n0, 0xFFFFFFF9, terms)
-    else:  # outcomes, in the signs of bytes
+    else:  # outcomes in the signs of bytes
         rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]
         found = of_groups(gl.where(kept(words, m0, rows, n0, cols, terms), none, none + 0x80), False)
@@ -122,7 +129,7 @@ def _in_bytes(x):
 
 @gluon.jit
 def _pairs(word, terms):
-    """Of keys j, j + 1 and of j + 8, j + 9: 0xffff in the half of a probability that is dropped."""
+    """Return masks for keys j, j + 1 and for j + 8, j + 9: 0xffff in the half of a dropped probability."""
     if terms.IN_GROUPS:
         near, far = _dropped_halves(word, terms), _dropped_halves(_bytes_of(word, 0x2301), terms)
     else:
@@ -132,7 +139,7 @@ def _pairs(word, terms):
 
 @gluon.jit
 def dropped_pairs(dropped, like, terms, c):
-    """`dropout_words` as masks of two neighbours of a row each, as ``like``, [64, BLOCK_N / 2]."""
+    """Return `dropout_words` as masks of two neighbours of a row, in the layout of ``like``, [64, BLOCK_N / 2]."""
     found = gl.join(_pairs(dropped[0], terms), _pairs(dropped[1], terms))
     found = found.permute((0, 5, 1, 2, 4, 3)).reshape([64, c.BLOCK_N // 2])
     return gl.convert_layout(found, like.type.layout, assert_trivial=True)
@@ -140,7 +147,7 @@ def dropped_pairs(dropped, like, terms, c):
 
 @gluon.jit
 def _halves(low, high, SELECTOR: gl.constexpr):
-    """Of two words both low halves, 0x5410, or both high ones, 0x7632."""
+    """Return both low halves (SELECTOR 0x5410) or both high halves (0x7632) of two words."""
     return gl.inline_asm_elementwise(
         f"prmt.b32 $0, $1, $2, {SELECTOR};", "=r,r,r", [low, high], dtype=gl.uint32, is_pure=True, pack=1
     )
@@ -148,7 +155,7 @@ def _halves(low, high, SELECTOR: gl.constexpr):
 
 @gluon.jit
 def _of_next_row(x):
-    """What the thread four further or before has, of the odd row beside an even one or the other way round."""
+    """Exchange with the thread whose index differs by 4, which has the neighbouring row."""
     return gl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, 4, 31, 0xffffffff;", "=r,r", [x], dtype=gl.uint32, is_pure=False, pack=1
     )
@@ -156,9 +163,11 @@ def _of_next_row(x):
 
 @gluon.jit
 def shared_halves(none, words, m0, n0, terms):
-    """Of each group of a transposed tile the halves that are the key's, of queries i and i + 8 in a word:
-    [keys / 16, 8, queries / 16, 8]. The threads of keys j and j + 1 need two halves each of the same words: of queries
-    i and i + 1 either makes those of one, and they trade."""
+    """Return the key's halves of each group of a transposed tile: [keys / 16, 8, queries / 16, 8].
+
+    Each word has the halves for queries i and i + 8. The threads of keys j and j + 1 need two halves each of the same
+    words: of queries i and i + 1 each computes the words of one, and they exchange halves.
+    """
     rows, cols = first_places(none, True)
     G: gl.constexpr = rows.shape[2]
     rows, _ = rows.reshape([rows.shape[0], 8, G, 4, 2]).split()
@@ -173,7 +182,7 @@ def shared_halves(none, words, m0, n0, terms):
 
 @gluon.jit
 def signed_by_dropout(p, words, m0, n0, terms):
-    """P of a transposed subtile, [keys, queries], negative where it is dropped."""
+    """Return P of a transposed subtile [keys, queries], negated where it is dropped."""
     LAYOUT: gl.constexpr = p.type.layout
     none = gl.zeros([p.shape[0], p.shape[1]], gl.uint32, LAYOUT)
     if not terms.IN_GROUPS:
@@ -191,8 +200,8 @@ def signed_by_dropout(p, words, m0, n0, terms):
 
 @gluon.jit
 def kept_of(p, words, DTYPE: gl.constexpr):
-    """P as dV takes it, in the dtype of V. ``p``: of `signed_by_dropout`."""
-    if words is not None:  # NaN stays
+    """Return P with dropout, for dV, in the dtype of V. ``p``: from `signed_by_dropout`."""
+    if words is not None:  # NaN stays NaN
         KIND: gl.constexpr = "f16x2" if gl.float16 == DTYPE else "bf16x2"
         p = gl.inline_asm_elementwise(
             f"cvt.rn.relu.{KIND}.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.int16, is_pure=True, pack=2

@@ -1,4 +1,4 @@
-"""A bias over the keys alone: it comes beside K in the forward, and its gradient is a sum in registers."""
+"""Bias over the keys alone: the forward loads it with K, and its gradient is summed in registers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def bias_of_keys(x, b, h, seq, n0, cols, c):
-    """The bias of the keys n0 + ``cols`` of a sequence as it is stored; 0 past the last."""
+    """Return the bias of a sequence's keys n0 + ``cols`` as stored; 0 past the last key."""
     at = x.bias.pointer + gl.cast(b, gl.int64) * x.bias.stride0
     at += gl.cast(h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
     at += gl.cast(seq.first_key + n0, gl.int64) * x.bias.stride3
@@ -25,10 +25,11 @@ def bias_of_keys(x, b, h, seq, n0, cols, c):
 
 @gluon.jit
 def load_bias_of_keys(x, pipelines, slot, tile, n0, terms, c):
-    """In the forward, by the warp that loads K: the bias of a tile's keys, in the units of the scores, beside their K
-    in ``slot``, which is free for both, and whose barrier is full when both are there.
+    """Store the bias of a tile's keys, in the units of the scores, beside their K; called by the forward's loading
+    warp.
 
-    Its way from memory is under that of K: before K it would delay it, where the slots of K have been free for long.
+    ``slot`` is free for both, and its barrier is full once both are loaded. Its load overlaps that of K: before K it
+    would delay K, whose slots may have been free for long.
     """
     cols = gl.arange(0, c.BLOCK_N, gl.BlockedLayout([c.BLOCK_N // 32], [32], [1], [0]))
     pipelines.bias.slots.index(slot).store(
@@ -39,27 +40,26 @@ def load_bias_of_keys(x, pipelines, slot, tile, n0, terms, c):
 
 @gluon.jit
 def keep_bias_of_keys(x, shared, work_tile, h, c):
-    """In the backward: the bias of this program's keys, where all queries share it, in base 2 into shared memory:
-    registers are full."""
+    """Store the bias of this program's keys in base 2 in shared memory, for the backward: registers are full."""
     cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(1, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS)))
     bias = bias_of_keys(x, work_tile.b, h, work_tile.seq, work_tile.n0, cols, c)
     shared.added.store(bias.to(gl.float32) * LOG2E)
-    warps_barrier()  # here, or the compiler puts it into the loop
+    warps_barrier()  # here, or the compiler moves it into the loop
 
 
 @gluon.jit
 def sums_of(ds, c):
-    """The sum of dS over the queries by thread, [keys, 4], which meet at the end; [keys] where order matters; where
-    warpgroups share the keys [keys, 2], one for each."""
+    """Return the sums of dS over the queries: by thread [keys, 4]; ordered [keys]; with shared keys [keys, 2] by
+    warpgroup."""
     if c.SHARES_KEYS:
         return gl.sum(ds.reshape([c.BLOCK_N, 2, c.SUBTILE_M // 2]), axis=2)
     else:
-        return sums_of_rows(ds, not c.ORDERED)  # where order matters registers are fuller
+        return sums_of_rows(ds, not c.ORDERED)  # ordered code has fewer free registers
 
 
 @gluon.jit
 def store_sums(sums, x, work_tile, h, sizes, c):
-    """dBias of this program's keys by one head's queries, float32 (B, H, N), or (1, H, T) of a packed batch."""
+    """Store dBias of this program's keys from one head's queries, float32 (B, H, N), or (1, H, T) if packed."""
     L: gl.constexpr = gl.SliceLayout(1, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
     if c.SHARES_KEYS or not c.ORDERED:
         sums = gl.convert_layout(gl.sum(sums, axis=1), L, assert_trivial=not c.SHARES_KEYS)

@@ -1,7 +1,6 @@
-"""The online softmax on what warpgroups hold of a product: reductions of rows, the steps that are left out where no
-maximum has moved, and P as an operand of P·V.
+"""Online softmax on accumulators: row reductions, rescaling only where a maximum has changed, and P as operand of P·V.
 
-A row of wgmma's result lies in four threads, which hold two neighbours of every eight columns each.
+Four threads share a row of wgmma's result; each has two neighbours of every eight columns.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ SLACK = gl.constexpr(8.0)
 
 @gluon.jit
 def by_thread(x):
-    """As [rows, columns / 8, 4, 2]: of every eight columns two neighbours in each of the four threads of a row."""
+    """Reshape to [rows, columns / 8, 4, 2]: two neighbours of every eight columns in each of a row's four threads."""
     return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
 def of_threads(x):
-    """As [rows, 4, columns / 4]: what each of the four threads of a row has of it."""
+    """Reshape to [rows, 4, columns / 4]: the elements of each of a row's four threads."""
     return by_thread(x).permute((0, 2, 1, 3)).reshape([x.shape[0], 4, x.shape[1] // 4])
 
 
 @gluon.jit
 def maxima_of_rows(x):
-    """The maxima of the rows of a product."""
+    """Return the row maxima of a product."""
     if REDUCES_IN_TREES:
         rows = gl.max(chain(of_threads(x), True), axis=1)
         return gl.convert_layout(rows, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
@@ -41,7 +40,7 @@ def maxima_of_rows(x):
 
 @gluon.jit
 def sums_of_rows(x, BY_THREAD: gl.constexpr):
-    """The sums of rows; BY_THREAD: what each of the four threads of a row has of it, [rows, 4], without a shuffle."""
+    """Return row sums; BY_THREAD: the sums of each of a row's four threads, [rows, 4], without a shuffle."""
     if BY_THREAD and REDUCES_IN_TREES:
         return chain(of_threads(x), False)
     elif BY_THREAD:
@@ -57,14 +56,12 @@ def sums_of_rows(x, BY_THREAD: gl.constexpr):
 def online_softmax(
     s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKED: gl.constexpr, shift=None, lowest=None
 ):
-    """``(p, m, l, alpha)``; l and alpha of rows, or of each thread of a row where ``l_i`` is, see `sums_of_rows`.
+    """Return ``(p, m, l, alpha)``; l and alpha per row, or per thread of a row as ``l_i``, see `sums_of_rows`.
 
-    LAZY: m is the greatest score or up to `SLACK` powers of two less: where it stays, alpha is 1 and `rescaled` has
-    nothing to do (as in FlashAttention-4). MAY_BE_FULLY_MASKED: a row may have seen nothing yet, so that its maximum is
-    -inf.
-    shift: what is to be added to all scores of the tile, or of a row; the maximum counts it. lowest: what the maximum
-    times ``exponent`` is taken to be where that is less: there a bias that stands for -inf, as the least number of a
-    dtype does, would pass the range of float32.
+    LAZY: m is the greatest score or up to `SLACK` powers of two less: where it stays, alpha is 1 and `rescaled` has no
+    work (as in FlashAttention-4). MAY_BE_FULLY_MASKED: a row's maximum may be -inf so far.
+    shift: added to all scores of the tile, or of a row; the maximum includes it. lowest: lower bound of the maximum
+    times ``exponent``: a bias used as -inf, such as the least finite number of a dtype, would exceed float32.
     """
     BY_THREAD: gl.constexpr = len(l_i.shape) == 2
     most = maxima_of_rows(s)
@@ -72,11 +69,11 @@ def online_softmax(
         most += shift
     m_new = gl.maximum(m_i, most)
     if LAZY:
-        m_new = gl.where((m_new - m_i) * exponent <= SLACK, m_i, m_new)  # not where m_i is -inf
+        m_new = gl.where((m_new - m_i) * exponent <= SLACK, m_i, m_new)  # false if m_i is -inf
     base = m_new
     if MAY_BE_FULLY_MASKED:
         base = gl.where(m_new == -float("inf"), 0.0, m_new)
-    # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
+    # Subtract before scaling: where the maximum stays, alpha must be exactly 1, not 1 + rounding, thousands of times.
     alpha = gl.exp2((m_i - base) * exponent)
     if shift is not None:
         base -= shift
@@ -92,7 +89,7 @@ def online_softmax(
 
 @gluon.jit
 def declare_exceeds():
-    """Once in a kernel, before all `exceeds`."""
+    """Declare the register of `exceeds`; call once per kernel, before all `exceeds`."""
     gl.inline_asm_elementwise(
         ".reg .b32 tilewise_exceeds; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -100,10 +97,11 @@ def declare_exceeds():
 
 @gluon.jit
 def exceeds(sums):
-    """Not 0 where a thread of this warp has more than 2^14 in a sum by thread of `sums_of_rows`, or NaN.
+    """Return nonzero if a thread of this warp has a sum by thread (`sums_of_rows`) above 2^14, or NaN.
 
-    So P is within float16, and O far within float32. A scalar that a warp has for itself: what it decides may not have
-    warps wait for each other. From a tensor to a scalar leads a reduction over all warps, or a register of PTX.
+    The bound keeps P within float16, and O far within float32. The result is a scalar per warp, whose branches must not
+    make warps wait for each other. In Triton a tensor becomes a scalar only by a reduction over all warps, so this uses
+    a PTX register.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gtu.f32 p, $2, 0f46800000; setp.gtu.or.f32 p, $3, 0f46800000, p; "
@@ -117,8 +115,8 @@ def exceeds(sums):
 
 @gluon.jit
 def changed_rows(alpha):
-    """1 where a thread of the warp has an alpha that is not 1."""
-    # A thread has two of the rows that its warp has, here as in wgmma's results.
+    """Return 1 where a thread of the warp has an alpha other than 1."""
+    # A thread has two of its warp's rows, here as in wgmma's results.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p, q; setp.neu.f32 p, $2, 0f3f800000; setp.neu.f32 q, $3, 0f3f800000; or.pred p, p, q; "
         "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; selp.b32 $1, 1, 0, p; }",
@@ -128,10 +126,10 @@ def changed_rows(alpha):
 
 @gluon.jit
 def changed_rows_once_summed(alpha, l_i):
-    """The same of each thread of a row, or where a sum is NaN.
+    """Like `changed_rows`, for each thread of a row; also 1 where a sum is NaN.
 
-    The sums are asked for ptxas's sake: it moves no vote past a border of basic blocks, and nothing that a vote needs
-    past the vote. Shuffles keep the exponentials above the wait for P·V where there are any.
+    ptxas: testing the sums keeps the exponentials above the wait for P·V, because ptxas moves no vote past a
+    basic-block boundary, and no input of a vote past the vote. Otherwise shuffles, where there are any, do this.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.neu.f32 p, $2, 0f3f800000; setp.neu.or.f32 p, $3, 0f3f800000, p; "
@@ -143,7 +141,7 @@ def changed_rows_once_summed(alpha, l_i):
 
 @gluon.constexpr_function
 def _rescale_asm(n):
-    """Multiplies n registers by n others unless all threads of the warp have a 0 in the last."""
+    """Return PTX that multiplies n registers by n others unless all threads of the warp have a 0 in the last."""
     muls = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     return f"{{ .reg .pred p; setp.ne.s32 p, ${3 * n}, 0; @!p bra.uni DONE; {muls} DONE: }}"
 
@@ -155,7 +153,7 @@ def _rescale_constraints(n):
 
 @gluon.jit
 def to_columns(x, o, BY_THREAD: gl.constexpr):
-    """What rows of ``o`` have, or each thread of a row of a `by_thread`, in a shape that broadcasts to ``o``."""
+    """Broadcast a number per row of ``o``, or BY_THREAD per thread of a row of a `by_thread`, to the shape of ``o``."""
     if BY_THREAD:
         x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, o.type.layout)), assert_trivial=True)
         return x[:, None, :][:, :, :, None]
@@ -165,7 +163,7 @@ def to_columns(x, o, BY_THREAD: gl.constexpr):
 
 @gluon.jit
 def rescaled(o, alpha, changed, LAZY: gl.constexpr):
-    """o · alpha of `online_softmax`; LAZY: a warp of which nothing has changed takes no step."""
+    """Return o · alpha of `online_softmax`; LAZY: a warp without changed rows skips the multiplications."""
     BY_THREAD: gl.constexpr = len(alpha.shape) == 2
     parts = o
     if BY_THREAD:
@@ -184,10 +182,10 @@ def rescaled(o, alpha, changed, LAZY: gl.constexpr):
 
 @gluon.jit
 def rounded(p, dropped, DTYPE: gl.constexpr, terms, c):
-    """P in the dtype of V; with several loops or dropout neighbours of two columns as one word, [64, BLOCK_N / 2].
+    """Return P in the dtype of V; with PAIRS, two neighbouring columns in one word, [64, BLOCK_N / 2].
 
-    Of 16-bit elements that go from one loop into another LLVM would hold each in a register of its own.
-    ``dropped``: of `dropout_words`, or None.
+    LLVM: 16-bit elements that pass from one loop to another would each take a register.
+    ``dropped``: from `dropout_words`, or None.
     """
     if c.PAIRS:
         low, high = p.reshape([64, c.BLOCK_N // 2, 2]).split()
@@ -207,7 +205,7 @@ def rounded(p, dropped, DTYPE: gl.constexpr, terms, c):
 
 @gluon.jit
 def times_v(p, v, o, c):
-    """Issue o + P·V; ``p``: of `rounded`."""
+    """Issue o + P·V; ``p``: from `rounded`."""
     if c.PAIRS:
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator(64, c.BLOCK_DV), 2)
         p = gl.join(p, p).reshape([64, c.BLOCK_N])

@@ -1,10 +1,10 @@
-"""A Toeplitz bias in the kernels: a vector a head with one entry for each distance ``j - i``.
+"""Toeplitz bias in the kernels: a vector per head with one entry for each distance ``j - i``.
 
-A tile of scores that lies beyond `tilewise.spec.score.Far` has one number, or lies on a line: no entry is read for it.
-Others take theirs straight from memory into the registers of the accumulator, from which the product starts. Two
-neighbours of a row at a time, whatever the parity of the first: each entry stands beside the one that follows it, or in
-the backward the one before, as one word of 64 bits, in the units of the scores (`pairs_kernel`). In front of the first
-and behind the last are `PAD` words of zeros, which tiles read that reach past the queries or keys.
+Tiles beyond `tilewise.spec.score.Far` have one number, or a line: no entry is read for them. Other tiles load their
+entries from memory into the accumulator registers from which the product starts. They load two neighbours of a row at
+once, at any parity: one 64-bit word stores each entry with the next one (in the backward the previous one), in the
+units of the scores (`pairs_kernel`). `PAD` words of zeros precede the first and follow the last, for tiles that extend
+past the queries or keys.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 from tilewise.backends.launch.launcher import POINTER, Launch, strided
 from tilewise.spec.problem import Problem
 
-PAD = tl.constexpr(256)  # more rows or columns no tile has past the last query or key
+PAD = tl.constexpr(256)  # a tile never extends more rows or columns past the last query or key
 BLOCK = tl.constexpr(1024)
 MOST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
 def pairs_kernel(vector, pairs, gradient, count, inverse, heads, step):
-    """Of each entry of a `Strided` vector (B, H, 1, count) and the one ``step`` further on a word, both times
-    ``inverse``; a finite one stays finite. And zeros for a gradient with as many places, or None."""
+    """Write words of each entry of a `Strided` vector (B, H, 1, count) and the entry ``step`` further, times
+    ``inverse``.
+
+    Finite entries stay finite. gradient: None, or a tensor with as many elements, which is zeroed.
+    """
     width = count + 2 * PAD
     blocks = tl.cdiv(width, BLOCK)
     row = tl.program_id(0) // blocks
@@ -59,8 +62,11 @@ def _scaled(x, inverse):
 
 
 class Pairs:
-    """What `pairs_kernel` makes of the vectors of one layout; ``step``: from the first to the second of a word, 1 for
-    the forward, -1 for a backward, whose tiles are transposed, unless the next K·Qᵀ comes ahead."""
+    """Launch of `pairs_kernel` for vectors of one layout.
+
+    step: from the first to the second entry of a word; 1 in the forward, -1 in a backward, whose tiles are transposed,
+    unless the next K·Qᵀ is issued ahead.
+    """
 
     def __init__(self, problem: Problem, vector: Tensor, inverse: float, step: int = 1):
         B, H, _, count = vector.shape
@@ -71,14 +77,14 @@ class Pairs:
         self.launch = Launch(pairs_kernel, programs, layouts, (count, inverse, H, step), num_warps=4)
 
     def __call__(self, vector: Tensor, gradient: Tensor | None = None) -> Tensor:
-        """gradient: what is to be zeroed, float32, contiguous, with a place for each word."""
+        """gradient: a contiguous float32 tensor to zero, with an element per word."""
         pairs = self.empty()
         self.launch(vector, pairs, gradient)
         return pairs
 
 
 class Line(NamedTuple):
-    """What far distances have: ``value`` at the distance ``at``, and ``slope`` more for each one more."""
+    """Bias of far distances: ``value`` at the distance ``at``, and ``slope`` more for each further one."""
 
     value: Any
     slope: Any
@@ -87,7 +93,7 @@ class Line(NamedTuple):
 
 @gluon.jit
 def diagonal_of(pairs, b, h, heads, sizes, c):
-    """Where the word of distance 0 of a query head is."""
+    """Return the address of the word of distance 0 of a query head."""
     head = h // c.TOEPLITZ_GROUP
     if c.TOEPLITZ_BATCH:
         head += b * (heads // c.TOEPLITZ_GROUP)
@@ -103,7 +109,7 @@ def entry_of(diagonal, distance):
 
 @gluon.jit
 def line_of(diagonal, at, end, c):
-    """Of far distances, which lie between ``at`` and ``end``."""
+    """Return the `Line` of the far distances, between ``at`` and ``end``."""
     value = entry_of(diagonal, at)
     slope = 0.0
     if c.TOEPLITZ == "line":
@@ -131,11 +137,10 @@ def line_above(diagonal, terms, sizes, c):
 
 @gluon.jit
 def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr, STEP: gl.constexpr):
-    """The entries of a tile in the layout of ``like``; ``corner``: its first key minus its first query. STEP: of
-    `pairs_kernel`.
+    """Return the entries of a tile in the layout of ``like``.
 
-    What of an address differs between the elements of a thread is a constant of each load, as in
-    `forward.masks.banded`.
+    corner: the tile's first key minus its first query. STEP: as for `pairs_kernel`. Addresses differ between the
+    elements of a thread by a constant of each load, as in `forward.masks.banded`.
     """
     R: gl.constexpr = like.shape[0]
     C: gl.constexpr = like.shape[1]
@@ -157,8 +162,8 @@ def words(diagonal, corner, like, KEYS_IN_ROWS: gl.constexpr, STEP: gl.constexpr
 
 @gluon.jit
 def prefetch_near(diagonal, ROWS: gl.constexpr, WARPS: gl.constexpr, terms, sizes, c):
-    """Ask for the entries of near tiles of so many queries, 1,024 words at the most: else warps wait for memory in each
-    of them."""
+    """Prefetch the entries of the near tiles of ROWS queries, at most 1,024 words: else warps wait for memory in each
+    tile."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     words = gl.arange(0, 32 * WARPS, L) * (32 // WARPS)
     if c.FAR_HI:
@@ -173,20 +178,20 @@ def prefetch_near(diagonal, ROWS: gl.constexpr, WARPS: gl.constexpr, terms, size
 
 @gluon.jit
 def near_start(diagonal, row0, n0, c):
-    """What the accumulator of Q·Kᵀ starts from, of the queries from row0 and the keys from n0 on."""
+    """Return the initial accumulator of Q·Kᵀ for the queries from row0 and the keys from n0 on."""
     return words(diagonal, n0 - row0, gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N)), False, 1)
 
 
 @gluon.jit
 def anew(x):
-    """A number of which a compiler does not see that it is the same in each turn of a loop: what is computed from it
-    for all columns would otherwise stay in registers."""
+    """Return ``x``, opaque to the compiler, so that values computed from it for all columns are not hoisted into
+    registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def new_columns(c):
-    """The places of a tile's keys, [BLOCK_N, 16], in the columns that `far_start` multiplies with a slope."""
+    """Return the key indices of a tile, [BLOCK_N, 16], in the columns that `far_start` multiplies by a slope."""
     S: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.BLOCK_N, 16], gl.bfloat16)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     columns = gl.allocate_shared_memory(gl.bfloat16, [c.BLOCK_N, 16], S)
@@ -198,10 +203,10 @@ def new_columns(c):
 
 @gluon.jit
 def far_start(far, columns, c):
-    """Issue what the product of a far tile on a line starts from, the slope times the place of each key.
+    """Issue the initial accumulator of a far tile on a line, the slope times each key's index, by tensor cores.
 
-    By the tensor cores: a multiplication for each score would stand between the softmax of one tile and the product of
-    the next. A slope is three numbers of bfloat16, 24 bits together, and the place of a key is one.
+    A multiplication per score would delay the next product after a softmax. A slope is split into three bfloat16
+    numbers, 24 bits together; a key's index is one.
     """
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     L: gl.constexpr = accumulator(64, 16)
@@ -218,7 +223,7 @@ def far_start(far, columns, c):
 
 @gluon.jit
 def far_shift(far, row0, n0, c):
-    """What is added to each row of a far tile."""
+    """Return the number to add to each row of a far tile."""
     shift = far.value
     if c.TOEPLITZ == "line":
         rows = gl.arange(0, 64, gl.SliceLayout(1, accumulator(64, c.BLOCK_N)))
@@ -228,14 +233,14 @@ def far_shift(far, row0, n0, c):
 
 @gluon.jit
 def first_not_above(tile, first, terms, c, WARPGROUP: gl.constexpr):
-    """The first entry, from ``first`` on, that does not lie above the near distances as a whole; tiles come from the
-    last key to the first."""
+    """Return the first entry from ``first`` on that is not entirely above the near distances; tiles run from the last
+    key."""
     lowest = gl.maximum(tile.row0 + 64 * WARPGROUP + 63 + terms.far_hi, 0)
     return gl.minimum(gl.maximum(tile.last + 1 - gl.cdiv(lowest, c.BLOCK_N), first), tile.count)
 
 
 @gluon.jit
 def first_below(tile, first, terms, c, WARPGROUP: gl.constexpr):
-    """The first entry, from ``first`` on, from which on all lie below the near distances."""
+    """Return the first entry from ``first`` on from which all are entirely below the near distances."""
     end = gl.maximum(tile.row0 + 64 * WARPGROUP + terms.far_lo + 1, 0) // c.BLOCK_N
     return gl.minimum(gl.maximum(tile.last + 1 - end, first), tile.count)

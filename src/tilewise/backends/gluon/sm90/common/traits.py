@@ -1,4 +1,4 @@
-"""Facts about a problem that the launches of both passes ask for."""
+"""Properties of a problem that the launches of both passes need."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tilewise.spec.problem import Problem
 
 
 def bias_axes(problem: Problem) -> str:
-    """The bias's `axes`, but "rows" for "one" as well: both are constant along the keys and move the LSE
-    alone. "none" without a bias."""
+    """Return the bias's `axes`, with "rows" for "one" too: both are constant along the keys and change only the LSE.
+    "none" without a bias."""
     if problem.bias is None:
         return "none"
     return "rows" if problem.bias.axes == "one" else problem.bias.axes
@@ -27,20 +27,20 @@ def multiprocessors(device: torch.device) -> int:
 
 @lru_cache(1024)
 def limits_of(lo: int | None, hi: int | None) -> tuple[int, int, tuple[Any, ...]]:
-    """The band's limits as kernels get them, and their `kinds`."""
+    """Return the window's limits as kernel arguments, and their `kinds`."""
     limits = tiles.clipped(lo, hi)
     return *limits, kinds(limits)
 
 
 def hides(problem: Problem) -> bool:
-    """Whether the forward kernel may multiply a pair that is hidden, or a bias that its units cannot hold."""
+    """True if the forward kernel may multiply masked pairs, or a bias that overflows the units of the scores."""
     return always_hides(problem) or tiles.hides(*band_of(problem))
 
 
 def always_hides(problem: Problem) -> bool:
-    """Whatever the lengths."""
+    """True if `hides` holds for all lengths."""
     toeplitz = problem.parts is not None and problem.parts.toeplitz is not None
     if problem.mask is not None or toeplitz or bias_axes(problem) in ("matrix", "cols"):
         return True
-    # Of a packed batch a band counts from each sequence's end, and its lengths lie on the device.
+    # In a packed batch the window counts from each sequence's end, and the lengths are on the device.
     return problem.totals is not None and not problem.score.band.unlimited

@@ -1,18 +1,18 @@
-"""Which far tiles beside a line, as ALiBi's, have probabilities that are exactly 0, by a proof from norms.
+"""Skip far tiles of a linear bias such as ALiBi whose probabilities are exactly 0, proved from norms of q and k.
 
-Query i sees the key at a distance d* from it, `toeplitz.sure_distance`, whatever i is. With A = scale · max|q| · max|k|
-of a head all scores lie within ±A before the bias w is added, so that a row's maximum, and its LSE, are w(d*) - A or
-more, and a sink raises them. So a probability at distance d is exp(w(d) - w(d*) + 2A) at most. Where that is less than
-exp(-`MARGIN`) it is 0 in float32, and so is all that comes from it, for 0 times what is finite is 0. On a line that
-falls all distances beyond some are such: the reach of a head is the least and the greatest distance that count.
+Every query i sees the key at distance d* = `toeplitz.sure_distance`. Let A = scale · max|q| · max|k| of a head: before
+the bias w all scores are within ±A, so that a row's maximum, and its LSE, are at least w(d*) - A; a sink raises them.
+So a probability at distance d is at most exp(w(d) - w(d*) + 2A). Where that is less than exp(-`MARGIN`) it is 0 in
+float32, and so is its contribution, as 0 times a finite number is 0. On a falling line this holds for all distances
+beyond some: a head's reach is the least and the greatest distance that count.
 
-What the margin holds, in powers of two: 150 to a float32 that is 0; 8 that a lazy maximum may be behind; 12, and v's
-norm, for what tiles that come first sum up before the maximum is there, or 15 of what dropout's weight may be. Norms
-that are not finite, of v and the gradient of o too, leave nothing out: 0 · inf is NaN.
+The margin covers, in powers of two: 150 for a float32 of 0; 8 by which a lazy maximum may lag; 12, and v's norm, for
+sums of the first tiles, before the maximum is known, or 15 for the dropout weight. With norms that are not finite, also
+of v and dO, nothing is skipped: 0 · inf is NaN.
 
-The bits are those of a call that leaves nothing out, but for one thing: above the near distances, from where tiles
-come, a lazy maximum starts from another tile, and beside a line so flat that it does not pass `softmax.SLACK` from one
-tile to the next it may be behind by another number of powers of two, from where P is rounded.
+The result is bitwise that of a call without skipping, with one exception: above the near distances, where tiles start,
+a lazy maximum starts from another tile, and if the line is so flat that it does not pass `softmax.SLACK` from one tile
+to the next, it may lag by another number of powers of two, from which P is rounded.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from tilewise.backends.launch.launcher import POINTER, Launch, strided_if_any, s
 from tilewise.spec.problem import Problem
 
 MARGIN = tl.constexpr(120.0)  # in units of the LSE: 173 powers of two
-ROUNDING = tl.constexpr(1.01)  # of norms, and of products, in the tensor cores' sums
-CANCELS = tl.constexpr(4e-6)  # of large entries, whose difference is what counts
-FARTHEST = tl.constexpr(1 << 29)  # beyond any distance, and far from an overflow when indices are added
-ELEMENTS = 8192  # of a tensor that a program reads
+ROUNDING = tl.constexpr(1.01)  # for rounding of norms, and of tensor-core sums
+CANCELS = tl.constexpr(4e-6)  # relative error of differences of large entries
+FARTHEST = tl.constexpr(1 << 29)  # beyond any distance, and far from overflow when indices are added
+ELEMENTS = 8192  # of a tensor that one program reads
 NORMS_AT_ONCE = tl.constexpr(128)
 
 
 class Extents(NamedTuple):
-    """Of a call, and of how its rows are shared out to programs of `norms_kernel`."""
+    """Sizes of a call, and the assignment of its rows to programs of `norms_kernel`."""
 
     heads: int
     group: int
@@ -48,19 +48,22 @@ class Extents(NamedTuple):
     keys: int
     head_dim: int
     value_dim: int
-    query_blocks: int  # of one head
+    query_blocks: int  # blocks per head
     key_blocks: int
-    of_keys: int  # the first program that has keys
+    of_keys: int  # the first program with keys
     scale: float
     far_lo: int
     far_hi: int
-    sure: int  # d* above
+    sure: int  # d* of the module docstring
 
 
 @triton.jit
 def norms_kernel(q, k, v, do, norms, e, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of each block of rows of q and do, then of k and v, the greatest squared norms, two numbers a program, inf for
-    NaN. q, k, v, do: `Strided`, do or None, which counts as 0."""
+    """Write the greatest squared norms of each block of rows, of q and do, then of k and v: two numbers per program,
+    inf for NaN.
+
+    q, k, v, do: `Strided`; do may be None, which counts as 0.
+    """
     pid = tl.program_id(0)
     if pid < e.of_keys:
         row0, bh = pid % e.query_blocks * ROWS, pid // e.query_blocks
@@ -91,8 +94,11 @@ def _greatest_norm(x, b, h, row0, count, dim, ROWS: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def reach_kernel(norms, pairs, reach, e, c, HEADS: tl.constexpr):
-    """The least and the greatest distance that count, two int32 for each query head, or for all that share a key/value
-    head, HEADS of them. norms: of `norms_kernel`; pairs: of `common.toeplitz.pairs_kernel`."""
+    """Write the least and greatest distance that count, two int32 per group of HEADS query heads (1, or those of a kv
+    head).
+
+    norms: from `norms_kernel`. pairs: from `common.toeplitz.pairs_kernel`.
+    """
     pid = tl.program_id(0)
     least, most = e.far_lo, e.far_hi
     for n in range(HEADS):
@@ -118,7 +124,7 @@ def reach_kernel(norms, pairs, reach, e, c, HEADS: tl.constexpr):
 
 @triton.jit
 def _of_blocks(norms, first, count):
-    """The greatest of both numbers of so many programs of `norms_kernel`."""
+    """Return the maxima of both numbers over ``count`` programs of `norms_kernel`."""
     one, two = tl.zeros([NORMS_AT_ONCE], tl.float32), tl.zeros([NORMS_AT_ONCE], tl.float32)
     for n in range(0, count, NORMS_AT_ONCE):
         place = n + tl.arange(0, NORMS_AT_ONCE)
@@ -130,13 +136,15 @@ def _of_blocks(norms, first, count):
 
 @triton.jit
 def _beyond(diagonal, at, end, needed, e):
-    """How far beyond ``at``, towards ``end``, a line has what counts: `FARTHEST` where it does not fall, or nobody
-    knows. The line is that of `common.toeplitz.line_of`."""
+    """Return how far beyond ``at``, towards ``end``, the line of `common.toeplitz.line_of` counts.
+
+    Returns `FARTHEST` where the line does not fall, or this is not known.
+    """
     value, last, sure = _entry(diagonal, at), _entry(diagonal, end), _entry(diagonal, e.sure)
     span = tl.abs(end - at)
     fall = (value - last) * e.scale / tl.where(span == 0, 1, span).to(tl.float32)
     value, sure = value * e.scale, sure * e.scale
-    # The last because a GPU's maximum of NaN and a number is the number.
+    # The third condition: on a GPU the maximum of NaN and a number is the number.
     known = (fall > 0.0) & (fall < float("inf")) & (tl.abs(sure) < float("inf"))
     least = sure - needed - CANCELS * (tl.abs(value) + tl.abs(sure))
     far = tl.maximum(value - least, 0.0) / tl.where(known, fall, 1.0) * 1.00001 + 3.0
@@ -150,8 +158,10 @@ def _entry(diagonal, distance):
 
 
 class Reach:
-    """The reach of each query head, (B, H, 2), for a forward; with a ``do`` for a backward that of each key/value head,
-    of all its query heads together, (B, Hkv, 2)."""
+    """Launches that compute the reach of each query head, (B, H, 2), for a forward.
+
+    With ``do``, for a backward, the reach covers all query heads of a key/value head, (B, Hkv, 2).
+    """
 
     def __init__(self, problem: Problem, inputs: Inputs, c: Any, do: Tensor | None = None):
         p, far, sure, width = problem, far_of(problem), sure_distance(problem), backward_width(problem)
@@ -176,7 +186,7 @@ class Reach:
         self.reach = Launch(reach_kernel, p.batch * heads, (POINTER, POINTER, POINTER), numbers, num_warps=4)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, do: Tensor | None = None) -> Tensor:
-        """pairs: what `common.toeplitz.Pairs` has made of the bias."""
+        """pairs: the bias as `common.toeplitz.Pairs` returns it."""
         norms, reach = self.empty_norms(), self.empty()
         self.norms(q, k, v, do, norms)
         self.reach(norms, pairs, reach)

@@ -1,4 +1,4 @@
-"""The registers of wgmma's results."""
+"""Register and shared-memory layouts for wgmma."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def accumulator(rows, columns, warps=4):
-    """The layout of a result [rows, columns]: 64 rows in each warpgroup, or a half of the columns of 64 rows."""
+    """Return the layout of a result [rows, columns]; a warpgroup has 64 rows, or half of the columns of 64 rows."""
     if 16 * warps <= rows:
         return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
     return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
@@ -16,5 +16,5 @@ def accumulator(rows, columns, warps=4):
 
 @gluon.constexpr_function
 def tile_layout(rows, columns, dtype):
-    """Of a tile in shared memory that wgmma reads."""
+    """Return the shared-memory layout of a tile that wgmma reads."""
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], dtype)
