@@ -1,7 +1,7 @@
-"""The bias in the forward: the warps that load its tiles, and what the scores of a tile take from one.
+"""Bias in the forward: the warps that load its tiles, and how the scores of a tile use them.
 
-A bias by distance has its range: tiles of keys that lie outside are not loaded, so that its tiles are counted apart.
-Whoever fills and whoever empties the pipeline finds by the same arithmetic which tiles these are.
+Key tiles without an entry of a bias by relative position are not loaded, so that its tiles are counted separately.
+Producers and consumers find these tiles by the same arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewise.backends.gluon.varlen import box_of
 
 @gluon.jit
 def load_bias(x, pipelines, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The role of one warp for each warpgroup: the tiles of its bias."""
+    """Load the bias tiles of one warpgroup; the role of one warp."""
     step = 0
     t = 0
     tile_index = gl.program_id(0)
@@ -53,14 +53,14 @@ def load_bias(x, pipelines, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def bias_box(tile, b, row, n0, terms, c):
-    """Where TMA finds the bias of 64 queries from ``row`` on and the keys from ``n0`` on."""
+    """Return the TMA coordinates of the bias of 64 queries from ``row`` on and the keys from ``n0`` on."""
     seq = tile.seq
     return box_of(seq.first_query, seq.queries, b, tile.h // c.BIAS_GROUP, row, c, column_of(n0, seq, terms, c))
 
 
 @gluon.jit
 def hand_out_slot(pipeline, n, c, WARPGROUP: gl.constexpr):
-    """Give the ``n``-th slot of a warpgroup to it without a tile, once it is free: O takes its turn after the bias."""
+    """Give a warpgroup its ``n``-th slot without a bias tile, once it is free: O uses it in turn after the bias."""
     slot = slot_of(pipeline, n, WARPGROUP, c.WARPGROUPS)
     mbarrier.wait(pipeline.empty.index(slot), (use_of(pipeline, n, c.WARPGROUPS) & 1) ^ 1)
     mbarrier.arrive(pipeline.full.index(slot), count=1)
@@ -68,7 +68,7 @@ def hand_out_slot(pipeline, n, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def slot_for_o(pipelines, n, c, WARPGROUP: gl.constexpr):
-    """Through which O leaves, the ``n``-th that the warpgroup takes."""
+    """Wait for the ``n``-th slot of the warpgroup, and return it for the store of O."""
     gl.static_assert(c.BIAS_STAGES > 1, "the first bias of a tile of queries comes while O of the tile before leaves")
     slot = slot_of(pipelines.bias, n, WARPGROUP, c.WARPGROUPS)
     wait_full(pipelines.bias, slot, use_of(pipelines.bias, n, c.WARPGROUPS))
@@ -77,7 +77,7 @@ def slot_for_o(pipelines, n, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def release_o(pipelines, n, c, WARPGROUP: gl.constexpr):
-    """Give back the slot of O of the tile of queries before, if there was one, when it has left."""
+    """Release the slot of the previous query tile's O, if there was one, once O is stored."""
     if n >= 0:
         tma.store_wait(0)
         release(pipelines.bias, slot_of(pipelines.bias, n, WARPGROUP, c.WARPGROUPS))
@@ -85,8 +85,10 @@ def release_o(pipelines, n, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def bias_scores(x, pipelines, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The bias of one tile of scores, of a shape that broadcasts to [64, BLOCK_N], as it is stored; of keys, whose K
-    has come, in the units of the scores; 0 for none."""
+    """Return the bias of a tile, in a shape that broadcasts to [64, BLOCK_N]; 0 without a bias.
+
+    A matrix bias is as stored; a bias of keys, available with their K, is in the units of the scores.
+    """
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if c.BIAS == "matrix":
         slot = slot_of(pipelines.bias, step, WARPGROUP, c.WARPGROUPS)
@@ -107,7 +109,7 @@ def release_bias(pipelines, step, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def skip_bias(pipelines, step, c, WARPGROUP: gl.constexpr):
-    """Leave out the bias of a tile of keys that the warpgroup leaves out."""
+    """Skip the bias of a key tile that the warpgroup skips."""
     if c.BIAS == "matrix" and not (c.RANGE_LO or c.RANGE_HI):
         slot = slot_of(pipelines.bias, step, WARPGROUP, c.WARPGROUPS)
         wait_full(pipelines.bias, slot, use_of(pipelines.bias, step, c.WARPGROUPS))
@@ -116,7 +118,7 @@ def skip_bias(pipelines, step, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def start_of(bias, terms, c):
-    """What the accumulator of Q·Kᵀ starts from."""
+    """Return the initial accumulator of Q·Kᵀ."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if c.BIAS_FIRST and c.BIAS == "cols":
         start, _ = gl.broadcast(bias, gl.zeros([64, c.BLOCK_N], gl.float32, S))
@@ -131,8 +133,8 @@ def start_of(bias, terms, c):
 
 @gluon.jit
 def start_in_range(x, pipelines, taken, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The same of a bias by distance, whose tile may have none, or some; and whether it has taken a tile of the
-    pipeline, its ``taken``-th."""
+    """Like `start_of`, but for a bias by relative position, whose tile may have some entries or none. Also return True
+    if the tile took a slot of the pipeline, its ``taken``-th."""
     start = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
     row, n0 = tile.row0 + tile.seq.diagonal + 64 * WARPGROUP, entry.n * c.BLOCK_N
     found = range_state(row, 64, n0, c.BLOCK_N, terms)
@@ -145,7 +147,8 @@ def start_in_range(x, pipelines, taken, tile, entry, terms, sizes, c, WARPGROUP:
 
 @gluon.jit
 def without_range(start, row0, terms, c):
-    """0 where a pair has no entry; ``row0`` counts from the first key of the tile. As `forward.masks.banded` does."""
+    """Zero ``start`` where a pair has no entry, like `forward.masks.banded`; ``row0`` is relative to the tile's first
+    key."""
     parts = start.reshape([64, c.BLOCK_N // 8, 8])
     L: gl.constexpr = parts.type.layout
     rows = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]
@@ -157,14 +160,16 @@ def without_range(start, row0, terms, c):
 
 @gluon.jit
 def first_below_range(tile, first, terms, c, WARPGROUP: gl.constexpr):
-    """The first entry, from ``first`` on, from which on all tiles of keys lie below the range."""
+    """Return the first entry from ``first`` on from which all key tiles are below the range."""
     lowest = gl.maximum(tile.row0 + tile.seq.diagonal + 64 * WARPGROUP + terms.range_lo, 0) // c.BLOCK_N
     return gl.minimum(gl.maximum(tile.last + 1 - lowest, first), tile.count)
 
 
 @gluon.jit
 def first_not_inside(tile, first, end, terms, c, WARPGROUP: gl.constexpr):
-    """The first entry, from ``first`` on, from which on not all pairs of a tile have one of a bias whose range has no
-    upper end; ``end``: of `first_below_range`."""
+    """Return the first entry from ``first`` on whose tile has pairs without a bias, if the range has no upper end.
+
+    ``end``: from `first_below_range`.
+    """
     least = gl.maximum(tile.row0 + tile.seq.diagonal + 64 * WARPGROUP + 63 + terms.range_lo, 0)
     return gl.minimum(gl.maximum(tile.last + 1 - gl.cdiv(least, c.BLOCK_N), first), end)

@@ -1,9 +1,9 @@
-"""Documents end to end, a mask by tiles that is a packed batch: its forward takes whichever visits less.
+"""A block mask of documents is also a packed batch; the forward runs whichever form costs less.
 
-Tiles of the mask lie across the ends of documents, so that long documents take more of them than a packed batch, whose
-tiles begin where documents do, and many of them are mixed. Of short ones a packed batch has a tile for each, and the
-mask one for several. How long they are nobody on the host knows. So both kernels are launched, and lists that the
-device makes say which of them has something to do.
+Tiles of the mask cross the ends of documents. Long documents therefore visit more of them than tiles of a packed batch,
+which begin where documents do, and many are partial. Of short documents a packed batch has a tile each, and the mask
+one for several. The host does not know the lengths: both kernels are launched, and lists made on the device leave one
+of them without work.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from tilewise.spec.block_mask import TileTensors
 from tilewise.spec.problem import Problem
 from tilewise.spec.seqlens import Lengths, Packed
 
-COUNT = tl.constexpr(1)  # of the mask's work tiles, among `DocumentLists.counts`
+COUNT = tl.constexpr(1)  # index in `DocumentLists.counts` of the number of the mask's work tiles
 COUNTS = tl.constexpr(2 * SEMAPHORE)
-AT_ONCE = tl.constexpr(128)  # documents of a program of `documents_kernel`
-# What a mixed tile of scores costs more, and what a work tile costs beside its tiles, of the time of a tile of scores.
+AT_ONCE = tl.constexpr(128)  # documents per program of `documents_kernel`
+# Extra cost of a partial tile, and cost of a work tile besides its tiles, relative to a tile of scores.
 MIXED, ENDS = tl.constexpr(0.4), tl.constexpr(1.5)
 
 
 class DocumentLists(NamedTuple):
-    """bits, tile_list: of the mask, as `masks.KnownMask`. packed_list: of the packed batch, see `packed`.
+    """Work lists of both kernels. bits, tile_list: of the mask, as in `masks.KnownMask`. packed_list: of the packed
+    batch, see `gluon.varlen`.
 
-    counts: numbers to copy before each call, of which the first, and number `SEMAPHORE`, are counters of the two
-    kernels' tiles that start at 0; number COUNT says how many tiles the mask's kernel has: all, or none.
+    counts: copied before each call. The first number, and number `SEMAPHORE`, are the tile counters of the two kernels,
+    which start at 0; number COUNT is the number of tiles of the mask's kernel: all, or none.
     """
 
     bits: Tensor
@@ -45,8 +46,11 @@ class DocumentLists(NamedTuple):
 
 
 def as_packed(problem: Problem) -> Problem | None:
-    """The packed batch that a problem with a mask of documents is, of as many sequences as there are tokens at most;
-    None where its forward is not one, or its scores lie elsewhere than in a packed batch's."""
+    """Return the packed batch equal to a problem with a mask of documents, with as many sequences as tokens, the upper
+    bound.
+
+    None without such a mask, for several batch elements, a window with a lower limit, a bias, or dropout.
+    """
     p = problem
     if p.tile_mask is None or not p.tile_mask.documents or p.batch > 1 or p.score.band.lo is not None:
         return None
@@ -62,9 +66,10 @@ def offsets_of(tiles: TileTensors) -> Lengths:
 
 
 class DocumentSummary:
-    """Makes `DocumentLists` of what `flat_mask` gives, without waiting for the device.
+    """Computes `DocumentLists` from a `flat_mask`, without host synchronization.
 
-    summary: of the mask. block_m, packed_block_m: queries of a tile of each kernel; tiles: of all heads, of the mask's.
+    summary: of the mask. block_m, packed_block_m: queries per tile of each kernel. tiles: of all heads, of the mask's
+    kernel.
     """
 
     def __init__(self, problem: Problem, summary: MaskSummary, block_m: int, packed_block_m: int, tiles: int) -> None:
@@ -92,11 +97,12 @@ class DocumentSummary:
 @triton.jit
 def documents_kernel(offsets, ends, visited, packed_list, counts, total, most, tiles, row_tiles, BLOCK: tl.constexpr,
                      MASK_BLOCK: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Write the list of `gluon.varlen.tiles_kernel`, of documents, AT_ONCE a program, and `DocumentLists.counts`.
-    Whatever numbers the tensors have, all tiles are within the tokens and the list.
+    """Write the list of `gluon.varlen.tiles_kernel` for documents, AT_ONCE per program, and `DocumentLists.counts`.
 
-    offsets, ends: of `TileTensors`. visited: how many tiles the mask's kernel visits, of its ``row_tiles`` of one head.
-    most: that fit the list. tiles: of the mask's kernel. BLOCK, MASK_BLOCK: queries of a tile of both.
+    For any contents of the tensors, all tiles are within the tokens and the list.
+    offsets, ends: of `TileTensors`. visited: key tiles that the mask's kernel visits for one head, in ``row_tiles``
+    query tiles. most: tiles that fit the list. tiles: of the mask's kernel. BLOCK, MASK_BLOCK: queries per tile of
+    both.
     """
     pid = tl.program_id(0)
     if (pid == 0) | (tl.load(offsets + pid * AT_ONCE) < total):
@@ -122,7 +128,8 @@ def documents_kernel(offsets, ends, visited, packed_list, counts, total, most, t
             if tl.load(offsets + tl.minimum(begin, total)) >= total:
                 begin = total
         if pid == 0:
-            # A tile of queries has a mixed one at each end of what it sees; under a causal mask the band has the other.
+            # A query tile has a partial tile at each end of what it sees; with a causal mask the window cuts the other
+            # end.
             mask_cost = (tl.load(visited) + (ENDS + MIXED * (1 if CAUSAL else 2)) * row_tiles) * MASK_BLOCK
             listed, masked = tl.minimum(count, most), tiles
             if cost <= mask_cost:
@@ -135,7 +142,7 @@ def documents_kernel(offsets, ends, visited, packed_list, counts, total, most, t
         at = packed_list + LIST_HEAD + place * ENTRY
         for i in range(0, tl.max(own, 0)):
             inside, to = (i < own) & (place + i < most), at + i * ENTRY
-            tl.store(to, own - 1 - i, mask=inside)  # the last queries come first
+            tl.store(to, own - 1 - i, mask=inside)  # the last queries run first
             tl.store(to + 1, first, mask=inside)
             tl.store(to + 2, first, mask=inside)
             tl.store(to + 3, queries, mask=inside)
@@ -145,7 +152,7 @@ def documents_kernel(offsets, ends, visited, packed_list, counts, total, most, t
 
 @triton.jit
 def _documents(offsets, ends, n, total):
-    """First tokens, queries and keys of the documents ``n``; 0 queries where there is none, and 0 keys of padding."""
+    """Return first tokens, queries and keys of the documents ``n``; 0 queries if there is none, 0 keys for padding."""
     first = tl.load(offsets + n, mask=n < total, other=0)
     after = tl.load(offsets + n + 1, mask=n < total, other=0)
     first = tl.minimum(tl.maximum(first, 0), total)

@@ -1,8 +1,8 @@
-"""Forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithms 1 and 2, with a bias tile of its own pipeline.
+"""Forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithms 1 and 2, with a pipeline of bias tiles.
 
-One warp loads Q, K and V by TMA; one warp for each computing warpgroup loads its bias. A computing warpgroup holds 64
-queries: it issues Q·Kᵀ of one tile of keys together with P·V of the tile before, and the softmax of the one runs under
-the product of the other. Every role walks over the same tiles, from the last key to the first.
+One warp loads Q, K and V by TMA; one warp per computing warpgroup loads its bias. A computing warpgroup has 64 queries:
+it issues Q·Kᵀ of one key tile together with P·V of the previous one, and the softmax of one overlaps the product of the
+other. Every role iterates over the same tiles, from the last key to the first.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ LARGEST = gl.constexpr(3.0e38)
 
 
 class ForwardConstants(NamedTuple):
-    """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.Config for most."""
+    """Compile-time constants of the kernel; every field is a gl.constexpr. For most see `config.ForwardConfig`."""
 
     BLOCK_N: Any
     BLOCK_D: Any
@@ -106,7 +106,7 @@ class ForwardConstants(NamedTuple):
     SUMS_BY_THREAD: Any
     PEELED: Any
     SKIPS_HIDDEN: Any
-    PAIRS: Any  # P goes from tile to tile as words of two neighbours, see `rounded`
+    PAIRS: Any  # P passes from tile to tile as words of two neighbours, see `rounded`
     WORDS_LAST: Any
     O_IN_Q: Any
     O_IN_BIAS: Any
@@ -114,34 +114,34 @@ class ForwardConstants(NamedTuple):
     SCALE_IN_Q: Any
     LOADING_REGISTERS: Any
     COMPUTING_REGISTERS: Any
-    BIAS: Any  # "none", "matrix", "cols" or "rows": which axes of queries and keys it is full along
-    BIAS_BATCH: Any  # a bias for each batch element, or one for all
-    BIAS_GROUP: Any  # query heads that share a bias
-    RELATIVE: Any  # it is a bias by distance, see `relative`
-    RANGE_LO: Any  # some visible pairs lie below the distances with an entry
+    BIAS: Any  # "none", "matrix", "cols" or "rows": the axes along which it varies
+    BIAS_BATCH: Any  # there is a bias per batch element, not one for all
+    BIAS_GROUP: Any  # query heads per bias head
+    RELATIVE: Any  # the bias is by relative position, see `relative`
+    RANGE_LO: Any  # some visible pairs are below the distances with an entry
     RANGE_HI: Any  # or above
-    SORTED: Any  # tiles inside the distances with an entry have a loop of their own
-    TOEPLITZ: Any  # "none", or what it is beyond `Far`, a "number" or a "line"; see toeplitz_tiles
-    TOEPLITZ_BATCH: Any  # as of the bias
+    SORTED: Any  # tiles within the distances with an entry have a loop of their own
+    TOEPLITZ: Any  # "none", or what the bias is beyond `Far`: "number" or "line"; see common.toeplitz
+    TOEPLITZ_BATCH: Any  # as for the bias
     TOEPLITZ_GROUP: Any
-    FAR_LO: Any  # some tiles lie below the near distances as a whole
+    FAR_LO: Any  # some tiles are entirely below the near distances
     FAR_HI: Any  # or above
-    UNDERFLOWS: Any  # some of these may be left out, see underflow
-    MASK: Any  # there is a bool mask: `mask_kernels` has read it
-    HIDES_KEYS: Any  # a step of the product does, see `key_mask`
-    MASK_BATCH: Any  # as of the bias
+    UNDERFLOWS: Any  # some of these may be skipped, see underflow
+    MASK: Any  # there is a bool mask, summarised by `mask_kernels`
+    HIDES_KEYS: Any  # keys are masked by a step of the product, see `key_mask`
+    MASK_BATCH: Any  # as for the bias
     MASK_GROUP: Any
     MASK_ROWS: Any  # the mask differs between queries
-    RAGGED: Any  # the last tile of keys reaches past their end
-    HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
-    ORDER: Any  # see work_tile_at
-    DYNAMIC: Any  # a program takes the next tile that is left, not those at a fixed stride
-    PACKED: Any  # a packed batch: work tiles are listed, see packed
-    DOCUMENTS: Any  # the mask is of documents, and a packed batch may take its place, see documents
+    RAGGED: Any  # the last key tile extends past the end of the keys
+    HIDES: Any  # some pairs may be masked, so that non-finite values there need the NaN fix-up
+    ORDER: Any  # see `work_tile_at`
+    DYNAMIC: Any  # a program fetches the next tile, instead of tiles at a fixed stride
+    PACKED: Any  # packed batch with listed work tiles, see varlen
+    DOCUMENTS: Any  # the mask is of documents, and a packed batch may replace it, see documents
 
 
 class ForwardOperands(NamedTuple):
-    """Descriptors; the bias may be a `Strided`. Built inside the kernel: descriptors can only be arguments of it."""
+    """Descriptors, built inside the kernel because they can only be kernel arguments; the bias may be a `Strided`."""
 
     q: Any
     k: Any
@@ -150,10 +150,10 @@ class ForwardOperands(NamedTuple):
     sink: Any  # a `Strided` or None
     seed: Any  # of dropout, or None
     bits: Any  # of the mask, see mask_kernels
-    tile_list: Any  # with UNDERFLOWS the reach of each head, which has its place
+    tile_list: Any  # with UNDERFLOWS the reach of each head instead
     o: Any
     o_low: Any  # or None, see `low_bits`
-    tile_count_semaphore: Any  # a counter of the tiles that programs have taken after their first
+    tile_count_semaphore: Any  # counter of the tiles that programs have fetched after their first
 
 
 class ForwardPipelines(NamedTuple):
@@ -167,18 +167,18 @@ class ForwardPipelines(NamedTuple):
 
 
 class ForwardState(NamedTuple):
-    """What a warpgroup hands on from one tile of keys to the next."""
+    """State of a warpgroup between key tiles."""
 
     m: Any  # running maximum of each row, in units of 1/scale
-    l: Any  # noqa: E741  (running sum of each row, or of each thread of one)
-    o: Any  # all but the last tile of keys have been added
-    p: Any  # of the last
-    taken: Any  # slots of the bias's pipeline that the program has taken, if not every tile takes one
+    l: Any  # noqa: E741  (running sum of each row, or of each thread of a row)
+    o: Any  # without the last key tile
+    p: Any  # P of the last key tile
+    taken: Any  # bias slots that the program has used, if not every tile uses one
 
 
 @gluon.jit
 def load(x, pipelines, terms, sizes, c):
-    """The role of one warp: Q, and the tiles of K and V."""
+    """Load Q, and the tiles of K and V; the role of one warp."""
     step = 0
     t = 0
     tile_index = gl.program_id(0)
@@ -192,9 +192,7 @@ def load(x, pipelines, terms, sizes, c):
                 pipelines.q, slot_of(pipelines.q, t, w, c.WARPGROUPS), use_of(pipelines.q, t, c.WARPGROUPS), x.q, at
             )
         for i in range(tile.count):
-            if (
-                c.DYNAMIC and i == tile.count - 1
-            ):  # while the pipeline is full, but not before: others may be done sooner
+            if c.DYNAMIC and i == tile.count - 1:  # not earlier: others may be done sooner
                 next_index = gl.num_programs(0) + fetch_tile_index(x.tile_count_semaphore)
             n0 = entry_at(i, tile, c).n * c.BLOCK_N
             at = box_of(tile.seq.first_key, tile.seq.keys, tile.b, hk, n0, c)
@@ -211,14 +209,14 @@ def load(x, pipelines, terms, sizes, c):
 
 @gluon.jit
 def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.constexpr, BAND: gl.constexpr):
-    """From the product to what the softmax takes: softcap, bias, in a mixed tile the mask, in a partial one the band.
+    """Apply softcap and bias to a product, then the mask in a mixed tile and the window in a partial one.
 
-    ``words``: of `mask_words`. BAND: tiles may be partial. A branch for these also where all are: without it ptxas
-    compares before the product is there, and packs the outcomes into words.
+    ``words``: from `mask_words`. BAND: tiles may be partial. The branch stays even if all tiles are partial: without it
+    ptxas compares before the product is there, and packs the outcomes into words.
     """
     ADDS: gl.constexpr = (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST
     s, _ = score_tile(s, bias, terms, ADDS, c.BIAS == "matrix")
-    if BAND:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+    if BAND:  # noqa: SIM102  (the outer condition is compile-time, the inner one run-time)
         if entry.partial:
             n0 = entry.n * c.BLOCK_N
             row0 = tile.row0 + tile.seq.diagonal + 64 * WARPGROUP
@@ -234,11 +232,12 @@ def mma_one_n_block(
     q, state, x, pipelines, words, step, tile, i, terms, sizes, c,
     WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BAND: gl.constexpr, RANGE: gl.constexpr, toeplitz,
 ):  # fmt: skip
-    """Q·Kᵀ and softmax of the ``i``-th tile of keys, under P·V of the tile before; returns the `ForwardState` after it.
+    """Compute Q·Kᵀ and softmax of the ``i``-th key tile, overlapping P·V of the previous one; return the new
+    `ForwardState`.
 
-    words: the `Stream` of dropout, or None. FIRST: of its tile of queries, where nothing comes before. BAND: see
-    `scores`. RANGE: how the tile lies to the distances with an entry, where the loop knows: "inside", or "outside", so
-    that it has no bias; else "any". toeplitz: of such a bias its `diagonal_of`, "outside" the `Line` of the tile.
+    words: the `Stream` of dropout, or None. FIRST: the first key tile of a query tile. BAND: see `scores`. RANGE: the
+    tile relative to the distances with an entry, if the loop fixes it: "inside", or "outside", without a bias; else
+    "any". toeplitz: for a Toeplitz bias its `diagonal_of`, or if "outside" the `Line` of the tile.
     """
     BIASED: gl.constexpr = RANGE != "outside"
     ASKS: gl.constexpr = RANGE == "any" and (c.RANGE_LO or c.RANGE_HI)
@@ -267,7 +266,7 @@ def mma_one_n_block(
     if FIRST and c.BIAS != "cols":
         wait_full(pipelines.k, k_slot, use_of(pipelines.k, step))
 
-    # QK, and PV of the tile before
+    # QK, and PV of the previous tile
     warp_scheduler_barrier_sync(WARPGROUP)
     if c.TOEPLITZ == "line" and not BIASED:
         start = far_start(toeplitz, pipelines.columns, c)
@@ -292,9 +291,7 @@ def mma_one_n_block(
     if FIRST and c.O_IN_BIAS:
         release_o(pipelines, nth - 1, c, WARPGROUP)
     dropped = None
-    if (
-        words is not None and not c.WORDS_LAST
-    ):  # no border behind it: among the exponentials ptxas finds room for most of it
+    if words is not None and not c.WORDS_LAST:  # ptxas mixes most of it with the exponentials: no boundary follows
         dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
     s = warpgroup_mma_wait(0 if FIRST else 1, deps=(s_pending,))
     release(pipelines.k, k_slot)
@@ -306,8 +303,8 @@ def mma_one_n_block(
     changed = 0
     if c.SUMS_BY_THREAD:
         changed = changed_rows_once_summed(alpha, l_i)
-    # Two things keep the softmax above the wait for PV, so that the two overlap: its results go through that wait,
-    # which LLVM respects, and the wait for the next K stands before it, a border of basic blocks that ptxas respects.
+    # Two things keep the softmax above the wait for PV, so that they overlap: its results pass through that wait, which
+    # LLVM respects, and the wait for the next K is before it, a basic-block boundary, which ptxas respects.
     wait_full(pipelines.k, slot_of(pipelines.k, step + 1), use_of(pipelines.k, step + 1), i + 1 < tile.count)
 
     # the end of PV
@@ -326,7 +323,7 @@ def mma_one_n_block(
 
 @gluon.jit
 def skip_tile(pipelines, step, c, WARPGROUP: gl.constexpr):
-    """Leave a tile of keys to the other warpgroups."""
+    """Skip a key tile that other warpgroups compute."""
     warp_scheduler_barrier_sync(WARPGROUP)
     warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)
     wait_full(pipelines.k, slot_of(pipelines.k, step), use_of(pipelines.k, step))
@@ -338,7 +335,7 @@ def skip_tile(pipelines, step, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def load_sink(x, tile, sizes, c, WARPGROUP: gl.constexpr):
-    """The sink of a warpgroup's queries, in float32."""
+    """Load the sink of a warpgroup's queries as float32."""
     rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, gl.SliceLayout(1, accumulator(64, c.BLOCK_N)))
     at = x.sink.pointer + gl.cast(tile.b, gl.int64) * x.sink.stride0 + gl.cast(tile.h, gl.int64) * x.sink.stride1
     at += (tile.seq.first_query + rows).to(gl.int64) * x.sink.stride2
@@ -347,7 +344,7 @@ def load_sink(x, tile, sizes, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def special(x, NAME: gl.constexpr):
-    """An approximation by the special-function unit."""
+    """Return an approximation from the special-function unit."""
     ASM: gl.constexpr = f"{NAME}.approx.f32 $0, $1;"
     return gl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -357,29 +354,29 @@ def finish(
     m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr,
     MOST: gl.constexpr = LARGEST, APPROXIMATE: gl.constexpr = False,
 ):  # fmt: skip
-    """Normalise O and store the LSE; returns O.
+    """Normalise O and store the LSE; return O.
 
-    MOST: amount of a row's maximum past which its scores are beyond their units. APPROXIMATE: log2 within 2^-22 and
-    1 / l within a unit of the last place, by one instruction each, where a tile of queries has few of keys.
+    MOST: bound of a row maximum's magnitude, beyond which scores exceed their units. APPROXIMATE: log2 within 2^-22 and
+    1 / l within one unit in the last place, by one instruction each, for query tiles with few key tiles.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_DV))
     rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, ROWS)
     inside = rows < tile.seq.queries
-    value = m_i * terms.exponent  # a row that saw nothing: m = -inf, l = 0
+    value = m_i * terms.exponent  # a fully masked row has m = -inf, l = 0
     value = (value + (special(l_i, "lg2") if APPROXIMATE else gl.log2(l_i))) * LN2
     if c.HIDES:
-        # NaN is the mark of rows for the repair kernel: 0 · NaN has spoilt O, or the bias is beyond the units of s.
+        # NaN marks rows for the NaN fix-up: 0 · NaN has reached O, or the bias exceeds the units of s.
         spoilt = gl.convert_layout(gl.sum(o * 0.0, axis=1), ROWS, assert_trivial=True)
         beyond = (gl.abs(m_i) > MOST) & (m_i != -float("inf"))
         value = gl.where(beyond, float("nan"), value + spoilt)
-    share = 1.0 if terms.weight is None else terms.weight  # what dropout keeps weighs more
+    share = 1.0 if terms.weight is None else terms.weight  # dropout weight of kept probabilities
     if APPROXIMATE:
         share *= special(gl.where(l_i == 0, 1.0, l_i), "rcp")
     else:
         share /= gl.where(l_i == 0, 1.0, l_i)
     o = o * gl.convert_layout(share, ROWS_OF_O, assert_trivial=True)[:, None]
-    if c.BIAS == "rows":  # the same for all keys: it moves the LSE and leaves the softmax alone
+    if c.BIAS == "rows":  # constant along the keys: it changes the LSE and not the softmax
         at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
         at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
         at += (tile.seq.first_query + rows).to(gl.int64) * x.bias.stride2
@@ -395,13 +392,13 @@ def finish(
 
 @gluon.jit
 def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
+    """Compute O and the LSE of one warpgroup's 64 queries of each tile; the role of a warpgroup."""
     O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     step = 0
     taken = gl.to_tensor(0)
     if WARPGROUP == c.WARPGROUPS - 1:
-        warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)  # the first warpgroup begins
+        warp_scheduler_barrier_arrive(WARPGROUP, c.WARPGROUPS)  # lets the first warpgroup begin
     t = 0
     tile_index = gl.program_id(0)
     while tile_index < work_tile_count(x, sizes, c):
@@ -433,7 +430,7 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         near, above, below = 0, 0, 0
         if c.TOEPLITZ != "none":
             near = diagonal_of(x.bias, tile.b, tile.h, sizes.heads, sizes, c)
-        if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI) and not HAS_BAND:  # where it spills nothing
+        if c.TOEPLITZ == "number" and (c.FAR_LO or c.FAR_HI) and not HAS_BAND:  # where it does not spill
             prefetch_near(near, 64, 4, terms, sizes, c)
         state = mma_one_n_block(
             q, state, x, pipelines, words, step, tile, first, terms, sizes, c, WARPGROUP, True, ENDS, "any", near
@@ -504,7 +501,7 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
                 q, state, x, pipelines, words, step, tile, i, terms, sizes, c, WARPGROUP, False, REST, "any", near
             )
             step += 1
-        if c.RANGE_LO or c.FAR_LO:  # a loop of their own: nothing of a bias is left in it
+        if c.RANGE_LO or c.FAR_LO:  # their own loop, without the bias
             for i in range(end, tile.count):
                 state = mma_one_n_block(
                     q,
@@ -535,7 +532,7 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         v = pipelines.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
         o_pending = times_v(state.p, v, state.o, c)
         tile_index = next_tile_index(tile_index, t, pipelines, c)
-        if x.sink is not None:  # its way from memory is under the product
+        if x.sink is not None:  # its load overlaps the product
             sink = load_sink(x, tile, sizes, c, WARPGROUP) / (terms.exponent * LN2)
         o = warpgroup_mma_wait(0, deps=(o_pending,))
         release(pipelines.v, v_slot)
@@ -547,21 +544,21 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
             o *= gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
         o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
 
-        # O leaves by TMA, through shared memory
+        # Store O by TMA, through shared memory
         if c.O_IN_BIAS:
             stage = slot_for_o(pipelines, taken, c, WARPGROUP)
             taken += 1
         else:
             stage = pipelines.o.index(slot if c.O_IN_Q else WARPGROUP)
         if not (c.O_IN_Q or c.O_IN_BIAS):
-            tma.store_wait(0)  # of the tile before
+            tma.store_wait(0)  # of the previous tile
         leaving = o.to(x.q.dtype)
         stage.reshape([64, c.BLOCK_DV]).store(leaving)
         fence_async_shared()
         row = tile.row0 + 64 * WARPGROUP
         box = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, row, c)
         tma_store(x.o, box, stage)
-        if x.o_low is not None:  # the same way, once O has left
+        if x.o_low is not None:  # likewise, once O is stored
             low_stage = reinterpret(stage, gl.int16, stage.shape, x.o_low.layout)
             tma.store_wait(0)
             low_stage.reshape([64, c.BLOCK_DV]).store(low_bits(o, leaving))
@@ -576,11 +573,12 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
-    """O and the LSE. q, k, v, o, o_low: descriptors, with dropout alone the last; bias: a descriptor, or a `Strided`;
-    sink: a `Strided` or None; seed: of dropout, two numbers, or None; bits, tile_list: see mask_kernels, and of a
-    packed batch packed, with UNDERFLOWS underflow.
+    """Compute O and the LSE.
 
-    tile_count_semaphore: an int32 that is 0, with DYNAMIC; with DOCUMENTS behind it how many tiles there are.
+    q, k, v, o: descriptors. bias: a descriptor or a `Strided`. sink: a `Strided` or None. seed: of dropout, two
+    numbers, or None. bits, tile_list: see mask_kernels; packed, see varlen; with UNDERFLOWS see underflow. o_low: with
+    dropout a descriptor. tile_count_semaphore: with DYNAMIC an int32 that is 0; with DOCUMENTS followed by the number
+    of tiles.
     """
     x = ForwardOperands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
     q_pipeline = new_pipeline(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)

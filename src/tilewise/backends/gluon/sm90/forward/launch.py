@@ -1,4 +1,4 @@
-"""From a Problem and its tensors to kernel launches."""
+"""Prepare and launch the forward kernels."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ from tilewise.backends.protocol import Structure
 from tilewise.spec import tiles
 from tilewise.spec.problem import Problem
 
-MOST_TILED = 4096  # numbers of tiles that are remembered
-WAVES = 2  # tiles of queries for each program that differ in length and balance each other
+MOST_TILED = 4096  # cached entries per number of query tiles, at most
+WAVES = 2  # query tiles per program that balance differences in length
 
 
 class HopperForward:
-    """A forward with everything but its tensors, for one problem and one layout of these."""
+    """Prepared forward without its tensors, for one problem and one layout of its tensors."""
 
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
@@ -85,13 +85,13 @@ class HopperForward:
         self.pairs = None
         if parts is not None and parts.toeplitz is not None:
             self.pairs, bias = Pairs(problem, parts.toeplitz, 1.0 / problem.score.scale), parts.toeplitz
-        self.programs = programs = multiprocessors(q.device) * config.programs  # that run at once
+        self.programs = programs = multiprocessors(q.device) * config.programs  # programs that run at once
         self.value_dim = problem.value_dim
         self.shape, self.block_m = (problem.batch, problem.heads, problem.group), config.block_m
         sizes = _sizes(problem, config, programs)
         packed = inputs.lengths is not None
         terms = score_terms(problem)
-        # Where a program has one tile, or some have none, there is nothing to gain.
+        # With at most one tile per program there is nothing to gain.
         documents = as_packed(problem) if sizes.tiles > programs else None
         c = _compiled(problem, config, config.dynamic and (packed or sizes.tiles > programs), documents is not None)
         self.reach = Reach(problem, inputs, c) if c.UNDERFLOWS.value else None
@@ -123,7 +123,7 @@ class HopperForward:
         self.dynamic = c.DYNAMIC.value
         self.main: Launch = Launch(
             small_heads_kernel if together else forward_kernel,
-            min(sizes.tiles, programs),  # the next tile's loads run under the end of the last
+            min(sizes.tiles, programs),  # the next tile's loads overlap the end of the last
             (
                 box(q, 64, c.BLOCK_D.value),
                 box(k, config.block_n, c.BLOCK_D.value),
@@ -165,14 +165,14 @@ class HopperForward:
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
-        # For `resized`, and `resized_launches` of these.
+        # For `resized`, which uses `resized_launches` of these.
         self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
         self.has_more = bias is not None or sink is not None
         self.made: dict[tuple, Any] = {}
         self.bases = _bases(self.main, self.repair, bias is not None, sink is not None)
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
-        """For other lengths; None where these ask for something else that is compiled in."""
+        """Return this forward for other lengths; None if these need other compile-time constants."""
         _, M, N, layouts = structure
         row_tiles = -(-M // self.block_m)
         tiled = self.tiled.get(row_tiles) or self._tiled(row_tiles)
@@ -193,14 +193,14 @@ class HopperForward:
         return Resized(self, layout_o, values, found)
 
     def _more(self, inputs: Inputs) -> tuple[tuple[int, ...], ...]:
-        """How bias and sink lie."""
+        """Return shapes and strides of bias and sink."""
         bias, sink = inputs.bias, inputs.sink
         found = () if bias is None else (bias.shape, bias.stride())
         return found if sink is None else (*found, (*sink.shape, 1), (*sink.stride(), 1))
 
     def _tiled(self, row_tiles: int) -> tuple[Any, ...]:
-        """What so many tiles of queries make of sizes: how many programs, all from tiles of queries on, how many
-        programs run at once, and `kinds` of the sizes."""
+        """Return sizes for a number of query tiles: programs, all sizes from tiles of queries on, programs that run at
+        once, and `kinds` of the sizes."""
         sizes, kind = _tiled(*self.shape, row_tiles, self.programs)
         if len(self.tiled) >= MOST_TILED:
             self.tiled.clear()
@@ -208,8 +208,10 @@ class HopperForward:
         return found
 
     def _choices(self, M: int, N: int, lo: int | None, hi: int | None, takes_more: bool) -> tuple[bool | str, ...]:
-        """All that depends on lengths in what is compiled in, of a problem without a mask and parts; takes_more:
-        whether a program has more than one tile of queries."""
+        """Return all compile-time choices that depend on lengths, for a problem without a mask and bias components.
+
+        takes_more: a program has more than one query tile.
+        """
         return (
             N % self.block_n != 0,
             self.always_hides or tiles.hides(M, N, lo, hi),
@@ -252,7 +254,7 @@ class HopperForward:
 
 
 class Resized:
-    """A `HopperForward` for other lengths, of a call without a mask, parts of a bias and lengths of sequences."""
+    """A `HopperForward` for other lengths, of a dense call without a mask and bias components."""
 
     __slots__ = ("kept", "launches", "layout_o", "of", "varied")
 
@@ -278,7 +280,7 @@ class Resized:
 
 def _sizes(problem: Problem, config: ForwardConfig, programs: int) -> ForwardSizes:
     p = problem
-    if p.totals is not None:  # a work tile knows its sequence's lengths; these are strides, and the most that could be
+    if p.totals is not None:  # lengths come from work tiles; these are strides and upper bounds
         row_tiles = p.totals[0] // config.block_m + p.batch
         return ForwardSizes(1, p.heads, p.group, *p.totals, row_tiles, row_tiles * p.heads, 1, 0)
     return _sized(p.batch, p.heads, p.group, p.queries, p.keys, config.block_m, programs)
@@ -287,7 +289,7 @@ def _sizes(problem: Problem, config: ForwardConfig, programs: int) -> ForwardSiz
 def _sized(
     batch: int, heads: int, group: int, queries: int, keys: int, block_m: int, programs: int
 ) -> ForwardSizes:  # fmt: skip
-    """Of a call that is no packed batch."""
+    """Return the sizes of a dense call."""
     found, _ = _tiled(batch, heads, group, -(-queries // block_m), programs)
     return ForwardSizes(batch, heads, group, queries, keys, *found)
 
@@ -295,7 +297,7 @@ def _sized(
 def _tiled(
     batch: int, heads: int, group: int, row_tiles: int, programs: int
 ) -> tuple[tuple[int, int, int, int], tuple[Any, ...]]:  # fmt: skip
-    """What so many tiles of queries make of sizes: all from row_tiles on; and its `kinds`."""
+    """Return the sizes that a number of query tiles determines, from row_tiles on; and their `kinds`."""
     all_heads = heads * batch
     at_once = min(-(-WAVES * programs // (row_tiles * group)) * group, all_heads)
     last = (all_heads // at_once - 1) * at_once
@@ -303,13 +305,13 @@ def _tiled(
     return found, kinds(found)
 
 
-# Where in values of `HopperForward.resized` things stand: programs of both launches, the band's limits, sizes; then how
-# tensors lie.
+# Positions in the values of `HopperForward.resized`: programs of both launches, window limits, sizes; then layouts of
+# tensors.
 _MAIN, _REPAIR, _LO, _HI, _SIZES, _FIRST = range(6)
 
 
 def _bases(main: Launch, repair: Launch | None, has_bias: bool, has_sink: bool) -> list[tuple[Launch, Varied]]:
-    """The launches, and what of them differs with lengths; see `resized_launches`."""
+    """Return the launches with the arguments that differ with lengths; see `resized_launches`."""
     o, q, k, v, end = range(_FIRST, _FIRST + 10, 2)
     bias = end if has_bias else None
     sink = end + 2 * has_bias if has_sink else None
@@ -322,7 +324,7 @@ def _bases(main: Launch, repair: Launch | None, has_bias: bool, has_sink: bool) 
 
 
 def _looks(queries: int, block_m: int, heads: int, scan: int) -> int:
-    """Programs of the repair, each of which looks at so many tiles of rows."""
+    """Return the programs of the NaN fix-up, each of which scans ``scan`` tiles of rows."""
     return -(-(-(-queries // block_m) * heads) // scan)
 
 
@@ -373,11 +375,11 @@ def _compiled(problem: Problem, config: ForwardConfig, dynamic: bool, documents:
 
 
 class Raster(NamedTuple):
-    """Which tiles of scores run side by side, at any lengths."""
+    """Order in which tiles run side by side, for any lengths."""
 
-    order: str  # as of `Problem.raster_order`
-    key_bytes: int  # of keys and values of all who share a bias, for each key; 0 where that does not matter
-    pair_bytes: int  # of the bias that batch elements share, for each query and key; 0 where heads do
+    order: str  # as in `Problem.raster_order`
+    key_bytes: int  # keys and values of all that share a bias, per key; 0 where irrelevant
+    pair_bytes: int  # bias that batch elements share, per query and key; 0 where heads share it
 
     def at(self, queries: int, keys: int) -> str:
         if self.order == "heads":
@@ -387,11 +389,13 @@ class Raster(NamedTuple):
 
 
 def raster(problem: Problem) -> Raster:
-    """`Problem.raster_order`, but tiles of one head also beside a bias that batch elements share, where the L2 cache
-    has room for all of that and not for the head's keys and values: in the order of the batch every tile of queries
-    would read these from memory again. So it would in the order of the heads, where a mask `scatters` what tiles of
-    queries visit and their keys and values do not fit: there few heads run together (one H100, blocks at 25 % of 16,384
-    keys, D=128, 16 heads, a bias (1,1,M,N): 1.29 ms to 1.04)."""
+    """Return `Problem.raster_order`, with two exceptions for a shared bias.
+
+    If batch elements share a bias that fits the L2 cache, but their keys and values do not, the tiles of one head run
+    together: else every query tile would read keys and values from memory again. So it would in the order of heads,
+    where a mask `scatters` the visited tiles and keys and values do not fit: there few heads run together (one H100, 25
+    % of blocks of 16,384 keys, D=128, 16 heads, a bias (1,1,M,N): 1.29 ms to 1.04).
+    """
     p, bias, order = problem, problem.bias, problem.raster_order
     if bias is None or p.totals is not None or p.parts is not None:
         return Raster(order, 0, 0)

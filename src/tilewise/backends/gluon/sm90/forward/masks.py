@@ -1,5 +1,4 @@
-"""What hides scores in the forward's tiles: a bool mask, whose bits come from global memory, a band, and the end of the
-keys."""
+"""Masking of scores in forward tiles: a bool mask, bit-packed in global memory, a window, and the end of the keys."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 
 @gluon.jit
 def mask_words(x, entry, tile, sizes, c, WARPGROUP: gl.constexpr):
-    """The bits of the mask for a mixed tile, a word of each of its rows for each thread; of another tile 0."""
+    """Load the mask bits of a mixed tile, one word per row for each thread; 0 for other tiles."""
     if c.MASK:
         L: gl.constexpr = by_thread(gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))).type.layout
         WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))
@@ -34,7 +33,7 @@ def mask_words(x, entry, tile, sizes, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def masked(s, words, c):
-    """-inf where a bit of the mask is 0; see mask_kernels for their order."""
+    """Return scores with -inf where the mask bit is 0; for the order of the bits see mask_kernels."""
     parts = by_thread(s)
     L: gl.constexpr = parts.type.layout
     eights = gl.arange(0, c.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
@@ -47,11 +46,11 @@ def masked(s, words, c):
 
 @gluon.jit
 def banded(s, row0, keys, terms, c):
-    """-inf where the band hides; ``row0`` and ``keys`` count from the first key of the tile, and ``row0`` from where a
-    sequence's band begins.
+    """Return scores with -inf outside the window; ``row0`` and ``keys`` are relative to the tile's first key.
 
-    As [64, BLOCK_N / 8, 8]: a thread holds two neighbours of every eight columns, so that the index of the eight is a
-    constant of each instruction. Indices of all columns would stay in registers for the whole kernel.
+    ``row0`` also includes the offset of a sequence's window. Shape [64, BLOCK_N / 8, 8]: a thread has two neighbours of
+    every eight columns, so that the index of the eight is a constant of each instruction. Indices of all columns would
+    stay in registers for the whole kernel.
     """
     parts = s.reshape([64, c.BLOCK_N // 8, 8])
     L: gl.constexpr = parts.type.layout

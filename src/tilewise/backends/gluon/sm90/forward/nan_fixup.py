@@ -1,7 +1,7 @@
-"""Rows whose product with a hidden key or value was not finite, computed again with care.
+"""NaN fix-up: recompute rows whose product with a masked key or value was not finite.
 
-The forward kernel multiplies hidden pairs like any other: with finite data they add 0, but 0 · NaN is NaN. Rows that
-this may have spoilt have NaN in the LSE. This kernel reads the LSE and is done where it finds none.
+The forward kernel multiplies masked pairs like any other: finite data add 0, but 0 · NaN is NaN. Rows that may be
+affected have a NaN LSE. This kernel scans the LSE, and ends there if it finds none.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ MARK = tl.constexpr(tl.float32 if INTERPRET else tl.bfloat16)
 
 
 class NanFixupConstants(NamedTuple):
-    """What the kernel knows when it is compiled; every field is a tl.constexpr."""
+    """Compile-time constants of the kernel; every field is a tl.constexpr."""
 
     BLOCK_M: Any
     BLOCK_N: Any
     BLOCK_D: Any
     BLOCK_DV: Any
-    SCAN: Any  # tiles of queries that one look covers
+    SCAN: Any  # query tiles per scan step
     BIAS: Any
     BIAS_GROUP: Any
     BIAS_COLS: Any  # the bias differs between keys
-    RELATIVE: Any  # it is a bias by distance: `spec.relative.skewed` values
-    TOEPLITZ: Any  # it is a vector of distances
+    RELATIVE: Any  # the bias is by relative position: `spec.relative.skewed` values
+    TOEPLITZ: Any  # the bias is a vector of distances
     MASK: Any
     MASK_GROUP: Any
     MASK_COLS: Any  # the mask differs between keys
-    MASK_TILES: Any  # it is one by tiles
-    MASK_HOW: Any  # `TileHow` of that
-    LISTED: Any  # of a packed batch, the queries of a tile of its list, see packed; else 0
+    MASK_TILES: Any  # the mask is a block mask
+    MASK_HOW: Any  # its `TileHow`
+    LISTED: Any  # packed batch: queries per listed tile, see varlen; else 0
 
 
 @triton.jit
 def _load(x, b, h, rows, row_end, cols, col_end, row0=0, col0=0):
-    """A tile [rows, cols] of a `Strided`, counted from row0 and col0; 0 outside the tensor."""
+    """Load a tile [rows, cols] of a `Strided`, relative to row0 and col0; 0 outside the tensor."""
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + (row0 + rows).to(tl.int64)[:, None] * x.stride2 + (col0 + cols).to(tl.int64)[None, :] * x.stride3
     return tl.load(at, mask=(rows < row_end)[:, None] & (cols < col_end)[None, :], other=0.0)
@@ -56,7 +56,7 @@ def _load(x, b, h, rows, row_end, cols, col_end, row0=0, col0=0):
 
 @triton.jit
 def _load_scores(x, b, h, rows, cols, sizes, seq, COLS: tl.constexpr):
-    """The tile of a bias or mask, [rows, 1] if it has no columns: Triton fails on a wider tile of one column."""
+    """Load the tile of a bias or mask; [rows, 1] without columns, as Triton fails on a wider tile of one column."""
     if COLS:
         return _load(x, b, h, rows, sizes.queries, cols, sizes.keys, 0, seq.first_key)
     else:
@@ -65,7 +65,7 @@ def _load_scores(x, b, h, rows, cols, sizes, seq, COLS: tl.constexpr):
 
 @triton.jit
 def _load_by_distance(x, b, h, rows, cols, sizes, seq, terms, LISTED: tl.constexpr):
-    """The tile of a bias by distance; 0 where a pair has no entry."""
+    """Load the tile of a bias by relative position; 0 where a pair has no entry."""
     column = terms.column
     if LISTED:
         column = first_column(seq, terms.first)
@@ -79,7 +79,7 @@ def _load_by_distance(x, b, h, rows, cols, sizes, seq, terms, LISTED: tl.constex
 
 @triton.jit
 def _load_toeplitz(x, b, h, rows, cols, sizes):
-    """The tile of a Toeplitz bias."""
+    """Load the tile of a Toeplitz bias."""
     entry = cols[None, :] - rows[:, None] + (sizes.queries - 1)
     inside = (rows < sizes.queries)[:, None] & (cols < sizes.keys)[None, :]
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
@@ -88,7 +88,7 @@ def _load_toeplitz(x, b, h, rows, cols, sizes):
 
 @triton.jit
 def _matrix(b, h, sizes, r):
-    """Which mask by tiles a head has, counted over its batch elements and heads."""
+    """Return the index of a head's block mask, counted over the mask's batch elements and heads."""
     mask = h // r.MASK_GROUP
     if r.MASK_HOW.BATCH:
         mask += b * (sizes.heads // r.MASK_GROUP)
@@ -98,8 +98,10 @@ def _matrix(b, h, sizes, r):
 @triton.jit
 def _repair(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
             m0):  # fmt: skip
-    """The rows of one tile whose LSE is NaN. outputs: o and o_low. seq: `SeqInfo` of a packed batch. sizes: of its
-    sequence; lse_rows: of the LSE."""
+    """Recompute the rows of one tile whose LSE is NaN.
+
+    outputs: o and o_low. seq: `SeqInfo`, of a packed batch. sizes: of its sequence. lse_rows: rows of the LSE.
+    """
     o, o_low = outputs
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
     rows = m0 + tl.arange(0, r.BLOCK_M)
@@ -156,11 +158,11 @@ def _repair(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_dim, 
             p = tl.where(keep, p, 0.0)
         v_tile = _load(v, b, hk, cols, sizes.keys, value_dims, value_dim, seq.first_key)
         finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
-        # visible · not finite overflows the sum to infinity, hidden · not finite adds 0
+        # visible · non-finite overflows the sum to infinity, masked · non-finite adds 0
         marked = tl.where(finite, 0.0, 1e38).to(MARK)
         weight = 1e38
-        if r.MASK:  # of a constant Triton makes the operand where it reads the mask, and fails for a transposed one
-            weight += p  # which changes nothing
+        if r.MASK:  # Triton fails for a constant operand with a transposed mask: a weight that depends on p avoids it
+            weight += p  # no effect on the result
         acc = tl.dot(tl.where(visible, weight, 0.0).to(MARK), marked, acc * alpha[:, None])
         acc = tl.dot(p.to(v_tile.dtype), tl.where(finite, v_tile, 0.0).to(v_tile.dtype), acc)
         m_i = m_new
@@ -186,14 +188,14 @@ def _repair(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_dim, 
 
 @triton.jit
 def _rows_at(x, b, h, seq, rows, cols):
-    """Where a tile of o is."""
+    """Return the addresses of a tile of o."""
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     return at + (seq.first_query + rows).to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
 
 
 @triton.jit
 def sizes_of(seq, sizes):
-    """The sizes of a dense call of one sequence."""
+    """Return the sizes of a dense call of one sequence."""
     return ForwardSizes(1, sizes.heads, sizes.group, seq.queries, seq.keys, 0, 0, 0, 0)
 
 
@@ -201,8 +203,11 @@ def sizes_of(seq, sizes):
 def packed_nan_fixup_kernel(
     q, k, v, bias, mask, sink, seed, tile_list, o, o_low, lse, head_dim, value_dim, terms, sizes, r
 ):  # fmt: skip
-    """`nan_fixup_kernel` of a packed batch: looks through the LSE without regard to sequences, and through the list of
-    their tiles where it finds something. A tile belongs to the look in which it begins; each also sees what follows."""
+    """Like `nan_fixup_kernel`, but for a packed batch.
+
+    Each step scans part of the LSE regardless of sequences, and where it finds NaN the list of tiles. A tile belongs to
+    the step in which it begins; each step also scans the rows that follow.
+    """
     looks = tl.cdiv(sizes.queries, r.SCAN * r.BLOCK_M)
     for look in tl.range(tl.program_id(0), looks * sizes.heads, tl.num_programs(0), num_stages=1):
         h, first = look // looks, look % looks * (r.SCAN * r.BLOCK_M)
@@ -228,7 +233,7 @@ def packed_nan_fixup_kernel(
 
 @triton.jit
 def nan_fixup_kernel(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, value_dim, terms, sizes, r):
-    """Look through the LSE, many tiles of queries at a time; compute again where it is NaN."""
+    """Scan the LSE, many query tiles at a time; recompute rows where it is NaN."""
     count = tl.cdiv(sizes.queries, r.BLOCK_M)
     total = count * sizes.heads * sizes.batch
     for first in tl.range(tl.program_id(0) * r.SCAN, total, tl.num_programs(0) * r.SCAN, num_stages=1):

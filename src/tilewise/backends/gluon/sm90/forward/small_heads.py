@@ -1,15 +1,14 @@
-"""The forward of small heads beside a bias tile that no band cuts, with fewer instructions and meetings.
+"""Forward for small heads with a bias tile and no window, with fewer instructions and barriers.
 
-There a tile is mostly softmax, and the time of one is the number of its instructions and how often its warps wait for
-each other. So K, V and the bias of a tile of keys come together, behind one barrier, and are left together, at a named
-barrier where nobody waits but who loads. Warpgroups take no turns: a multiprocessor has four, and while one waits for
-its products the others compute.
+At small heads a tile is mostly softmax: its time depends on the number of instructions and on how often warps wait for
+each other. So K, V and the bias of a key tile are loaded together, behind one barrier, and released together, at a
+named barrier where only the loading warp waits. Warpgroups do not take turns: a multiprocessor has four, and while one
+waits for its products the others compute.
 
-What scores are less need not be a row's maximum, only near enough that no exponential overflows. So it stays a maximum
-of the first tile of keys, as long as no sum of exponentials shows that scores have grown by more than ten: no other
-tile asks for its maxima, or rescales O. Scale and bias come to the scores between their exponentials, by one
-multiply-add each, under which those hide. Keys that a mask hides, or that are past the end, are one more step of the
-product, see `key_mask`.
+The number subtracted from scores need not be a row's maximum, only large enough that no exponential overflows. It stays
+a maximum of the first key tile until a sum of exponentials shows that scores have grown by more than ten; other tiles
+compute no maxima and do not rescale O. One multiply-add each, hidden by the exponentials, applies scale and bias. Keys
+that a mask or the end of the keys hides are one more step of the product, see `key_mask`.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ from tilewise.backends.gluon.sm90.forward.bias import bias_box
 from tilewise.backends.gluon.sm90.forward.kernel import ForwardOperands, finish
 from tilewise.backends.gluon.varlen import box_of
 
-STAGES = gl.constexpr(3)  # of K and the bias; two programs on a multiprocessor have room for no more
-# One more, for P·V is a tile later: so K and the bias of a tile, and V of the tile before, are left at once.
-# A power of two.
+STAGES = gl.constexpr(3)  # of K and the bias; with two programs per multiprocessor no more fit
+# One more, because P·V is a tile later: K and the bias of a tile are released with V of the previous tile. A power of
+# two.
 V_STAGES = gl.constexpr(4)
 LOWEST_BASE = gl.constexpr(-3.0e38)  # of `online_softmax`
 MOST_MAXIMUM = gl.constexpr(2.0e38)  # of `finish`: times log2(e) it is above LOWEST_BASE
@@ -68,15 +67,15 @@ class SmallHeadShared(NamedTuple):
     q: Any  # a pipeline
     k: Any  # STAGES tiles
     v: Any  # V_STAGES tiles
-    bias: Any  # STAGES tiles for each warpgroup
-    hidden: Any  # keys of STAGES tiles, see `key_mask`, where some may be
+    bias: Any  # STAGES tiles per warpgroup
+    hidden: Any  # masked keys of STAGES tiles, see `key_mask`, if there may be some
     ones: Any
-    full: Any  # a barrier for each stage
+    full: Any  # a barrier per stage
     o: Any
 
 
 class StagePlace(NamedTuple):
-    """Of a tile in the pipelines."""
+    """Position of a tile in the pipelines."""
 
     slot: Any
     phase: Any  # of the slot's barrier
@@ -84,13 +83,13 @@ class StagePlace(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """What a warpgroup hands on from one tile of keys to the next."""
+    """State of a warpgroup between key tiles."""
 
-    m: Any  # what scores of each row are less, a maximum of some of them
+    m: Any  # subtracted from each row's scores: a maximum of some of them
     base: Any  # m in powers of two
     l: Any  # noqa: E741  (running sum of each thread of a row)
-    o: Any  # all but the last tile of keys have been added
-    p: Any  # of the last
+    o: Any  # without the last key tile
+    p: Any  # P of the last key tile
 
 
 @gluon.jit
@@ -102,7 +101,7 @@ def following(place):
 
 @gluon.jit
 def leave(slot, c):
-    """Give back a slot, and that of V in the tile before; a warp does not wait for the others."""
+    """Release a slot, and that of V of the previous tile; a warp does not wait for the others."""
     gl.inline_asm_elementwise(
         "{ .reg .u32 id; fence.proxy.async.shared::cta; "
         f"add.u32 id, $1, {FIRST_NAMED_BARRIER}; bar.arrive id, {128 * c.WARPGROUPS + 32}; mov.b32 $0, 0; }}",
@@ -112,7 +111,7 @@ def leave(slot, c):
 
 @gluon.jit
 def wait_left(slot, c):
-    """Wait, in a role of one warp, until all warpgroups have left a slot."""
+    """Wait until all warpgroups have released a slot; called by a role of one warp."""
     gl.inline_asm_elementwise(
         "{ .reg .u32 id; "
         f"add.u32 id, $1, {FIRST_NAMED_BARRIER}; bar.sync id, {128 * c.WARPGROUPS + 32}; mov.b32 $0, 0; }}",
@@ -122,7 +121,7 @@ def wait_left(slot, c):
 
 @gluon.jit
 def load(x, shared, terms, sizes, c):
-    """The role of one warp: Q, and the tiles of K, V and the bias."""
+    """Load Q, and the tiles of K, V and the bias; the role of one warp."""
     BYTES: gl.constexpr = x.k.block_type.nbytes + x.v.block_type.nbytes + c.WARPGROUPS * x.bias.block_type.nbytes
     place = StagePlace(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
     step = 0
@@ -162,20 +161,20 @@ def load(x, shared, terms, sizes, c):
 
 @gluon.jit
 def with_maxima(s, rows, o, x, terms, c, FIRST: gl.constexpr):
-    """The softmax of a tile of keys, whose maxima are what scores are less from here on."""
+    """Compute the softmax of a key tile with its maxima, which are subtracted from scores from here on."""
     p, m_i, l_i, alpha = online_softmax(s, rows.m, rows.l, terms.exponent, False, True, lowest=LOWEST_BASE)
     if not FIRST:
         o = rescaled(o, alpha, 0, False)
-    # -inf where a row has seen nothing so far: whatever comes exceeds it.
+    # -inf where a row has seen nothing so far: any score exceeds it.
     base = gl.where(m_i == -float("inf"), m_i, gl.maximum(m_i * terms.exponent, LOWEST_BASE))
     return HeadRows(m_i, base, l_i, o, rounded(p, None, x.q.dtype, terms, c))
 
 
 @gluon.jit
 def mma_one_n_block(q, rows, x, shared, before, here, more, terms, c, WARPGROUP: gl.constexpr, FIRST: gl.constexpr):
-    """P·V of the tile of keys before, unless this is the FIRST, and Q·Kᵀ and softmax of this one, which has come.
+    """Compute P·V of the previous key tile, unless FIRST, and Q·Kᵀ and softmax of this one, which is loaded.
 
-    more: whether the next tile is one of the same queries, for which it waits.
+    more: the next tile has the same queries; wait for it.
     """
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if not FIRST:
@@ -193,7 +192,8 @@ def mma_one_n_block(q, rows, x, shared, before, here, more, terms, c, WARPGROUP:
     else:
         s, o = warpgroup_mma_wait(0, deps=(s_pending, o_pending))
     leave(here.slot, c)
-    # Triton has the warps meet before they wait for a barrier in memory: here, where a product has held up all of them.
+    # Triton synchronizes the warps before they wait for a barrier in memory: do it here, after a product has delayed
+    # all.
     after = following(here)
     mbarrier.wait(shared.full.index(after.slot), after.phase, pred=more)
     s = s * terms.scale + widened(bias)
@@ -209,7 +209,7 @@ def mma_one_n_block(q, rows, x, shared, before, here, more, terms, c, WARPGROUP:
 
 @gluon.jit
 def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """The role of a warpgroup: O and the LSE of its 64 queries of each tile."""
+    """Compute O and the LSE of one warpgroup's 64 queries of each tile; the role of a warpgroup."""
     O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     place = StagePlace(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
@@ -239,9 +239,9 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         l_i = gl.convert_layout(gl.sum(rows.l, axis=1), ROWS, assert_trivial=True)
         o = finish(rows.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP, MOST_MAXIMUM, True)
 
-        # O leaves by TMA, through shared memory
+        # Store O by TMA, through shared memory
         stage = shared.o.index(WARPGROUP)
-        tma.store_wait(0)  # of the tile before
+        tma.store_wait(0)  # of the previous tile
         stage.reshape([64, c.BLOCK_DV]).store(o.to(x.q.dtype))
         fence_async_shared()
         row = tile.row0 + 64 * WARPGROUP
@@ -255,7 +255,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 def small_heads_kernel(
     q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c
 ):
-    """O and the LSE; the arguments of `forward_kernel`, some of which are None."""
+    """Compute O and the LSE; the arguments are those of `forward_kernel`, some of them None."""
     x = ForwardOperands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
     declare_exceeds()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
