@@ -27,10 +27,8 @@ else:
 
     @_core.builtin
     def tma_add(tensor_desc, coord, src, _semantic=None):
-        """Add a tile of shared memory to global memory, each element atomically.
-
-        Triton before 3.8 compiles the instruction but has no name for it in the language.
-        """
+        """Add a tile of shared memory to global memory, each element atomically. Triton before 3.8 compiles the
+        instruction but has no name for it in the language."""
         at = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, at, src.handle)
 

@@ -118,10 +118,8 @@ def tile_summary_kernel(x, bits, states, rows, keys, how, c):
 @triton.jit
 def _store_interval_bits(x, bits, matrix, bh, m, n, rows, keys, c):
     """Like `_store_bits`, but from intervals of queries; return (any pair visible, all pairs visible) of the tile.
-
     Words are computed where they are stored, without an array of pairs. BY_KEYS: the interval of a key is a run of bits
-    in a word; how many of the word's rows are below either end gives the run.
-    """
+    in a word; how many of the word's rows are below either end gives the run."""
     key_count, row_count = tl.cdiv(keys, c.BLOCK_N), tl.cdiv(rows, 64)
     row0, key0 = m * 64, n * c.BLOCK_N
     shown = tl.minimum(rows - row0, 64)
@@ -272,10 +270,8 @@ def tile_list_kernel(states, bits, tile_list, queries, keys, lo, hi, c):
 
 @triton.jit
 def key_summary_kernel(mask, bits, tile_list, heads, keys, programs, c):
-    """Do the work of `summary_kernel` and `tile_list_kernel` for a mask that all queries share, without a window.
-
-    Each of the ``programs`` query tiles of a matrix reads all keys; the first writes the bits.
-    """
+    """Do the work of `summary_kernel` and `tile_list_kernel` for a mask that all queries share, without a window. Each
+    of the ``programs`` query tiles of a matrix reads all keys; the first writes the bits."""
     key_count = tl.cdiv(keys, c.BLOCK_N)
     pid = tl.program_id(0)
     m, bh = pid % programs, pid // programs

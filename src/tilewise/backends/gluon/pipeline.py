@@ -34,10 +34,8 @@ def new_pipeline(
     source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, READERS: gl.constexpr,
     WRITERS: gl.constexpr = 1,
 ):  # fmt: skip
-    """Create a pipeline of tiles [ROWS, COLS] of the tensor that ``source`` describes.
-
-    A slot is free once READERS have released it, and full once WRITERS have arrived, TMA being one of them.
-    """
+    """Create a pipeline of tiles [ROWS, COLS] of the tensor that ``source`` describes. A slot is free once READERS have
+    released it, and full once WRITERS have arrived, TMA being one of them."""
     return with_barriers(new_tiles(source, SLOTS, ROWS, COLS), SLOTS, READERS, WRITERS)
 
 
@@ -117,10 +115,8 @@ def release_after_loads(pipeline, slot):
 
 @gluon.jit
 def only_slot(c):
-    """Return 0; opaque to the compiler if warpgroups share keys, dS has its own tile, or queries come in subtiles.
-
-    A known 0 would let the compiler compute the addresses of all operands before the loops, more than registers hold.
-    """
+    """Return 0; opaque to the compiler if warpgroups share keys, dS has its own tile, or queries come in subtiles. A
+    known 0 would let the compiler compute the addresses of all operands before the loops, more than registers hold."""
     if c.SHARES_KEYS or c.BIAS_APART or c.M_SUBTILES > 1:
         return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     else:

@@ -54,9 +54,7 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, cou
 @triton.jit
 def _zero_first_sums(dq_accum, key_list, sizes, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
     """Zero the sums that `backward.dq.zero_ahead` does not: of heads whose first work tile is among the first `zeroed`.
-
-    Each work tile of such a head zeroes one part. No head has more than `zeroed` work tiles.
-    """
+    Each work tile of such a head zeroes one part. No head has more than `zeroed` work tiles."""
     UNIT: tl.constexpr = 1024
     UNITS: tl.constexpr = BLOCK_M * BLOCK_D // UNIT
     count = tl.load(key_list) * sizes.kv_heads

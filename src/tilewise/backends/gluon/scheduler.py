@@ -49,10 +49,8 @@ class Entry(NamedTuple):
 
 @gluon.jit
 def next_tile_index(tile_index, t, pipelines, c):
-    """Return the tile after this program's ``t``-th; with DYNAMIC the one that the loading warp has fetched.
-
-    In the backward with DYNAMIC, return the ``t``-th itself: its first tile is fetched, too.
-    """
+    """Return the tile after this program's ``t``-th; with DYNAMIC the one that the loading warp has fetched. In the
+    backward with DYNAMIC, return the ``t``-th itself: its first tile is fetched, too."""
     if c.DYNAMIC:
         slot = slot_of(pipelines.tile_indices, t)
         wait_full(pipelines.tile_indices, slot, use_of(pipelines.tile_indices, t))
@@ -76,11 +74,9 @@ def hand_out_tile_index(pipelines, t, tile_index):
 
 @gluon.jit
 def head_at(n, sizes, c):
-    """Return batch element and query head of the ``n``-th head of all.
-
-    With UNDERFLOWS the last heads run first, those of all batch elements, grouped by key/value head: with ALiBi's usual
-    slopes they visit most tiles, so that short ones remain at the end.
-    """
+    """Return batch element and query head of the ``n``-th head of all. With UNDERFLOWS the last heads run first, those
+    of all batch elements, grouped by key/value head: with ALiBi's usual slopes they visit most tiles, so that short
+    ones remain at the end."""
     if c.UNDERFLOWS:
         n = sizes.heads * sizes.batch - 1 - n
         h = n // (sizes.group * sizes.batch) * sizes.group + n % sizes.group
@@ -93,10 +89,8 @@ def head_at(n, sizes, c):
 
 @gluon.jit
 def keys_within_reach(begin, end, row0, rows, head, reaches, c):
-    """Clip an interval of key tiles to those that have a pair within a head's reach, see `common.underflow`.
-
-    A head's reach includes a distance at which every query sees a key, so that at least one tile remains.
-    """
+    """Clip an interval of key tiles to those that have a pair within a head's reach, see `common.underflow`. A head's
+    reach includes a distance at which every query sees a key, so that at least one tile remains."""
     if c.FAR_LO:
         begin = gl.maximum(begin, gl.maximum(row0 + gl.load(reaches + 2 * head), 0) // c.BLOCK_N)
     if c.FAR_HI:
@@ -174,10 +168,8 @@ def entry_at(i, tile, c):
 
 @gluon.jit
 def first_entry(tile, terms, c, WARPGROUP: gl.constexpr):
-    """Return a warpgroup's first entry; SKIPS_HIDDEN: skip tiles of which none of its queries sees a key.
-
-    Its last entry is never skipped, as a window without a lower limit always includes the first keys.
-    """
+    """Return a warpgroup's first entry; SKIPS_HIDDEN: skip tiles of which none of its queries sees a key. Its last
+    entry is never skipped, as a window without a lower limit always includes the first keys."""
     first = 0
     if c.SKIPS_HIDDEN and WARPGROUP + 1 < c.WARPGROUPS:
         hi = terms.hi + tile.seq.diagonal

@@ -69,12 +69,9 @@ def score_terms(problem: Problem) -> GluonScoreArgs:
 
 def dropout_bounds(score: Score) -> dict[str, Any]:
     """Return the fields by which a kernel compares both 15-bit numbers of a word to the dropout threshold T (1 to
-    32768).
-
-    The numbers are compared as float16 values, whose order is that of their bits, up to infinity. `bound` holds T
-    twice. With MOSTLY, where T is above infinity, it holds 32768 - T twice, for the complement of a number. Without
-    dropout, return no fields.
-    """
+    32768). The numbers are compared as float16 values, whose order is that of their bits, up to infinity. `bound` holds
+    T twice. With MOSTLY, where T is above infinity, it holds 32768 - T twice, for the complement of a number. Without
+    dropout, return no fields."""
     threshold, at = score.dropout, score.origin
     if not threshold:
         return {}

@@ -25,9 +25,7 @@ DTYPES = {
 
 def descriptor(x: Tensor | None, rows: int, cols: int) -> Any:
     """Return the TMA layout of a tensor, in boxes of (rows, cols) of its last two axes; of None, a plain None argument.
-
-    The hardware reads 0 outside the tensor and writes nothing there.
-    """
+    The hardware reads 0 outside the tensor and writes nothing there."""
     if x is None:
         return POINTER
     return boxes(x, [1, 1, rows, cols], row_strides(x.shape, x.stride(), x.element_size()))

@@ -92,11 +92,8 @@ def front_of(distances: Distances, dtype: torch.dtype) -> int:
 
 
 def fits(values: Tensor, distances: Distances) -> bool:
-    """True if TMA can read the values (B|1, H|Hkv|1, M, R) in place.
-
-    Entries must ascend from a distance that is a multiple of 16 bytes; the row stride must be one element more than
-    such a multiple.
-    """
+    """True if TMA can read the values (B|1, H|Hkv|1, M, R) in place. Entries must ascend from a distance that is a
+    multiple of 16 bytes; the row stride must be one element more than such a multiple."""
     contiguous = values.stride(3) == 1 or values.shape[3] == 1
     if distances.reverse or front_of(distances, values.dtype):
         return False

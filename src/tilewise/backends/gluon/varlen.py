@@ -51,11 +51,9 @@ def listed_tile(tile_list, n):
 
 @triton.jit
 def listed_tile_and_head(tile_list, t, heads, BLOCK: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Return (`SeqInfo`, tile, head, an entry of the sequence) of the ``t``-th tile among those of all heads.
-
-    The tiles of one head of a sequence, which share keys or queries, precede those of the next head. All heads of
-    earlier sequences come first: the entry t // heads is of this sequence.
-    """
+    """Return (`SeqInfo`, tile, head, an entry of the sequence) of the ``t``-th tile among those of all heads. The tiles
+    of one head of a sequence, which share keys or queries, precede those of the next head. All heads of earlier
+    sequences come first: the entry t // heads is of this sequence."""
     n = t // heads
     seq, tile = listed_tile(tile_list, n)
     tiles = tl.cdiv(seq.keys if BY_KEYS else seq.queries, BLOCK)
@@ -67,10 +65,8 @@ def listed_tile_and_head(tile_list, t, heads, BLOCK: tl.constexpr, BY_KEYS: tl.c
 
 @triton.jit
 def first_tile_of(tile_list, n, seq, BLOCK_M: tl.constexpr):
-    """Return the storage index of the first query tile of the ``n``-th work tile's sequence.
-
-    Row statistics and dQ sums are stored by this index, which leaves enough space for earlier sequences of any length.
-    """
+    """Return the storage index of the first query tile of the ``n``-th work tile's sequence. Row statistics and dQ sums
+    are stored by this index, which leaves enough space for earlier sequences of any length."""
     return seq.first_query // BLOCK_M + tl.load(tile_list + LIST_HEAD + n * ENTRY + 5)
 
 
@@ -212,11 +208,8 @@ def _rows_of(lengths, n, sizes, BY_KEYS: tl.constexpr):
 
 @triton.jit
 def _zero_between(pid, programs, lengths, x, y, lse, sizes, SEQUENCES: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Zero the rows of x and y without a sequence, and set their LSE to -inf.
-
-    Gaps between sequences occur only if offsets or longest lengths are wrong; all programs share the rows after the
-    last.
-    """
+    """Zero the rows of x and y without a sequence, and set their LSE to -inf. Gaps between sequences occur only if
+    offsets or longest lengths are wrong; all programs share the rows after the last."""
     total, heads = (sizes.total_keys, sizes.kv_heads) if BY_KEYS else (sizes.total_queries, sizes.heads)
     n = pid * SEQUENCES + tl.arange(0, SEQUENCES)
     begins, _ = _rows_of(lengths, n, sizes, BY_KEYS)

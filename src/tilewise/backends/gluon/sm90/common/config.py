@@ -89,10 +89,8 @@ def padded(n: int) -> int:
 
 def _scales_exactly(problem: Problem) -> bool:
     """True if multiplying queries by the scale does not round: the scale is a power of two, within the exponent range.
-
     bfloat16 has that range for elements down to 2^-110; smaller ones may lose 2^-134 each, as if rounded to bfloat16
-    after scaling, which changes a score only with keys past 2^100.
-    """
+    after scaling, which changes a score only with keys past 2^100."""
     scale = problem.score.scale
     return problem.dtype == torch.bfloat16 and 2**-16 <= scale <= 1 and math.frexp(scale)[0] == 0.5
 
@@ -273,10 +271,8 @@ def heads_in_cache(problem: Problem, queries: int) -> int:
 
 
 def scatters(problem: Problem) -> bool:
-    """True if neighbouring tiles may visit unrelated tiles, as with block-sparse masks.
-
-    A mask given as intervals of queries, such as windows and documents, does not; nor is a bool mask assumed to.
-    """
+    """True if neighbouring tiles may visit unrelated tiles, as with block-sparse masks. A mask given as intervals of
+    queries, such as windows and documents, does not; nor is a bool mask assumed to."""
     return problem.tile_mask is not None and problem.tile_mask.kind == "bits"
 
 
@@ -308,12 +304,10 @@ def _dense_stores(problem: Problem) -> bool:
 
 
 def is_batched(problem: Problem) -> bool:
-    """True if a backward program computes several batch elements, which share a bias that has a gradient.
-
-    For heads of 32, with enough batch elements for all programs (H200, H = 4, speed relative to one element per
-    program: 1.14 to 1.43 for 32 to 192 batch elements and 192 to 768 queries and keys, 1.03 to 1.14 for 128; 0.82 for
-    16 batch elements).
-    """
+    """True if a backward program computes several batch elements, which share a bias that has a gradient. For heads of
+    32, with enough batch elements for all programs (H200, H = 4, speed relative to one element per program: 1.14 to
+    1.43 for 32 to 192 batch elements and 192 to 768 queries and keys, 1.03 to 1.14 for 128; 0.82 for 16 batch
+    elements)."""
     p, bias, score = problem, problem.bias, problem.score
     if bias is None or not p.bias_grad or p.bias_itemsize != p.dtype.itemsize or bias.dtype != p.dtype:
         return False
@@ -329,11 +323,9 @@ def is_batched(problem: Problem) -> bool:
 
 def dbias_sums(problem: Problem) -> int:
     """Return the number of sums of dBias if programs that share a bias add dS tiles in its dtype, in any order; else 0.
-
     A 16-bit sum has at most eight summands: it is then nearer to float64 than unfused torch, which rounds dS more often
     (at most 0.75 of its error; with sixteen 1.5). Two such sums take as much memory as a float32 one. If q has the
-    other 16-bit dtype, unfused torch has float32 scores and rounds dBias once; so do the other methods.
-    """
+    other 16-bit dtype, unfused torch has float32 scores and rounds dBias once; so do the other methods."""
     bias = problem.bias
     if bias is None or problem.deterministic or problem.score.query is not None or bias.axes != "matrix":
         return 0

@@ -21,11 +21,9 @@ from tilewise.backends.kernels.dropout import four_of_columns, kept, pair_of_row
 
 @gluon.jit
 def of_groups(x, TRANSPOSED: gl.constexpr):
-    """Reshape a tile so that the last axes are within a dropout group.
-
-    [queries, keys] becomes [queries / 16, 8, keys / 16, 4, keys j and j + 1, keys j and j + 8, queries i and i + 8];
-    TRANSPOSED, [keys, queries] becomes [keys / 16, 8, queries / 16, 8, keys j and j + 8, queries i and i + 8].
-    """
+    """Reshape a tile so that the last axes are within a dropout group. [queries, keys] becomes [queries / 16, 8, keys /
+    16, 4, keys j and j + 1, keys j and j + 8, queries i and i + 8]; TRANSPOSED, [keys, queries] becomes [keys / 16, 8,
+    queries / 16, 8, keys j and j + 8, queries i and i + 8]."""
     if TRANSPOSED:
         x = x.reshape([x.shape[0] // 16, 2, 8, x.shape[1] // 16, 2, 8])
         return x.permute((0, 2, 3, 5, 1, 4))
@@ -46,11 +44,9 @@ def first_of_groups(x, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def counter(first, within, KNOWN: gl.constexpr, word, HAS_ORIGIN: gl.constexpr):
-    """Return the Philox counter of each of ``within``, relative to the tile's counter ``first``.
-
-    Without an origin a tile begins at a multiple of its size, so that XOR needs no carry; the bits KNOWN at compile
-    time in each thread are applied last, separately.
-    """
+    """Return the Philox counter of each of ``within``, relative to the tile's counter ``first``. Without an origin a
+    tile begins at a multiple of its size, so that XOR needs no carry; the bits KNOWN at compile time in each thread are
+    applied last, separately."""
     if HAS_ORIGIN:
         return (first + within) ^ word
     else:
@@ -102,9 +98,7 @@ def _bytes_of(word, SELECTOR: gl.constexpr):
 @gluon.jit
 def dropout_words(words, m0, n0, terms, c):
     """Return the words by which `dropped_pairs` drops probabilities of 64 queries from ``m0`` and keys from ``n0`` on.
-
-    Two words, for queries i and i + 8 of each group, each [4, 8, BLOCK_N / 16, 4]. ``words``: a `Stream`.
-    """
+    Two words, for queries i and i + 8 of each group, each [4, 8, BLOCK_N / 16, 4]. ``words``: a `Stream`."""
     LAYOUT: gl.constexpr = accumulator(64, c.BLOCK_N)
     none = gl.zeros([64, c.BLOCK_N], gl.uint32, LAYOUT)
     if terms.IN_GROUPS:
@@ -163,11 +157,9 @@ def _of_next_row(x):
 
 @gluon.jit
 def shared_halves(none, words, m0, n0, terms):
-    """Return the key's halves of each group of a transposed tile: [keys / 16, 8, queries / 16, 8].
-
-    Each word has the halves for queries i and i + 8. The threads of keys j and j + 1 need two halves each of the same
-    words: of queries i and i + 1 each computes the words of one, and they exchange halves.
-    """
+    """Return the key's halves of each group of a transposed tile: [keys / 16, 8, queries / 16, 8]. Each word has the
+    halves for queries i and i + 8. The threads of keys j and j + 1 need two halves each of the same words: of queries i
+    and i + 1 each computes the words of one, and they exchange halves."""
     rows, cols = first_places(none, True)
     G: gl.constexpr = rows.shape[2]
     rows, _ = rows.reshape([rows.shape[0], 8, G, 4, 2]).split()

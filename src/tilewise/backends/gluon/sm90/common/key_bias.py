@@ -26,11 +26,8 @@ def bias_of_keys(x, b, h, seq, n0, cols, c):
 @gluon.jit
 def load_bias_of_keys(x, pipelines, slot, tile, n0, terms, c):
     """Store the bias of a tile's keys, in the units of the scores, beside their K; called by the forward's loading
-    warp.
-
-    ``slot`` is free for both, and its barrier is full once both are loaded. Its load overlaps that of K: before K it
-    would delay K, whose slots may have been free for long.
-    """
+    warp. ``slot`` is free for both, and its barrier is full once both are loaded. Its load overlaps that of K: before K
+    it would delay K, whose slots may have been free for long."""
     cols = gl.arange(0, c.BLOCK_N, gl.BlockedLayout([c.BLOCK_N // 32], [32], [1], [0]))
     pipelines.bias.slots.index(slot).store(
         in_units(bias_of_keys(x, tile.b, tile.h, tile.seq, n0, cols, c), terms.inverse)

@@ -43,10 +43,8 @@ def store_ones(tile):
 
 @gluon.jit
 def hidden_keys_of_element(x, work_tile, sizes, c):
-    """Return 0 for visible keys of a backward work tile and -inf for others; called by a role of four warps.
-
-    Reads the bits that `mask_kernels.summary_kernel` has written BY_KEYS; all bits of a key are equal.
-    """
+    """Return 0 for visible keys of a backward work tile and -inf for others; called by a role of four warps. Reads the
+    bits that `mask_kernels.summary_kernel` has written BY_KEYS; all bits of a key are equal."""
     L: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
     keys = gl.arange(0, c.BLOCK_N, L)
     nth = mask_of(work_tile.b, work_tile.hk * sizes.group, sizes.kv_heads * sizes.group, c) * sizes.key_tiles
@@ -80,9 +78,7 @@ def without_nan(bias):
 @gluon.jit
 def hidden_keys(x, tile, n, sizes, c):
     """Return 0 for visible keys of the ``n``-th tile and -inf for others; called by a role of one warp of the forward.
-
-    Reads the bits that `mask_kernels.summary_kernel` has written, or without a mask the end of the keys.
-    """
+    Reads the bits that `mask_kernels.summary_kernel` has written, or without a mask the end of the keys."""
     L: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [16, 2], [1, 1], [1, 0]))
     cols = gl.arange(0, c.BLOCK_N, L)
     if c.MASK:  # its bits are 0 past the last key

@@ -97,11 +97,9 @@ def declare_exceeds():
 
 @gluon.jit
 def exceeds(sums):
-    """Return nonzero if a thread of this warp has a sum by thread (`sums_of_rows`) above 2^14, or NaN.
-
-    The bound keeps P within float16, and O far within float32. The result is a scalar per warp, whose branches must not
-    make warps wait for each other. In Triton a tensor becomes a scalar only by a reduction over all warps, so this uses
-    a PTX register.
+    """Return nonzero if a thread of this warp has a sum by thread (`sums_of_rows`) above 2^14, or NaN. The bound keeps
+    P within float16, and O far within float32. The result is a scalar per warp, whose branches must not make warps wait
+    for each other. In Triton a tensor becomes a scalar only by a reduction over all warps, so this uses a PTX register.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gtu.f32 p, $2, 0f46800000; setp.gtu.or.f32 p, $3, 0f46800000, p; "

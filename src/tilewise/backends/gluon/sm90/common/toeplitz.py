@@ -32,10 +32,7 @@ MOST = tl.constexpr(3.4028234663852886e38)
 @triton.jit
 def pairs_kernel(vector, pairs, gradient, count, inverse, heads, step):
     """Write words of each entry of a `Strided` vector (B, H, 1, count) and the entry ``step`` further, times
-    ``inverse``.
-
-    Finite entries stay finite. gradient: None, or a tensor with as many elements, which is zeroed.
-    """
+    ``inverse``. Finite entries stay finite. gradient: None, or a tensor with as many elements, which is zeroed."""
     width = count + 2 * PAD
     blocks = tl.cdiv(width, BLOCK)
     row = tl.program_id(0) // blocks
@@ -203,11 +200,9 @@ def new_columns(c):
 
 @gluon.jit
 def far_start(far, columns, c):
-    """Issue the initial accumulator of a far tile on a line, the slope times each key's index, by tensor cores.
-
-    A multiplication per score would delay the next product after a softmax. A slope is split into three bfloat16
-    numbers, 24 bits together; a key's index is one.
-    """
+    """Issue the initial accumulator of a far tile on a line, the slope times each key's index, by tensor cores. A
+    multiplication per score would delay the next product after a softmax. A slope is split into three bfloat16 numbers,
+    24 bits together; a key's index is one."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     L: gl.constexpr = accumulator(64, 16)
     slope = anew(far.slope)

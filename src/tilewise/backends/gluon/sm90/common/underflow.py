@@ -136,10 +136,8 @@ def _of_blocks(norms, first, count):
 
 @triton.jit
 def _beyond(diagonal, at, end, needed, e):
-    """Return how far beyond ``at``, towards ``end``, the line of `common.toeplitz.line_of` counts.
-
-    Returns `FARTHEST` where the line does not fall, or this is not known.
-    """
+    """Return how far beyond ``at``, towards ``end``, the line of `common.toeplitz.line_of` counts. Returns `FARTHEST`
+    where the line does not fall, or this is not known."""
     value, last, sure = _entry(diagonal, at), _entry(diagonal, end), _entry(diagonal, e.sure)
     span = tl.abs(end - at)
     fall = (value - last) * e.scale / tl.where(span == 0, 1, span).to(tl.float32)
@@ -158,10 +156,8 @@ def _entry(diagonal, distance):
 
 
 class Reach:
-    """Launches that compute the reach of each query head, (B, H, 2), for a forward.
-
-    With ``do``, for a backward, the reach covers all query heads of a key/value head, (B, Hkv, 2).
-    """
+    """Launches that compute the reach of each query head, (B, H, 2), for a forward. With ``do``, for a backward, the
+    reach covers all query heads of a key/value head, (B, Hkv, 2)."""
 
     def __init__(self, problem: Problem, inputs: Inputs, c: Any, do: Tensor | None = None):
         p, far, sure, width = problem, far_of(problem), sure_distance(problem), backward_width(problem)

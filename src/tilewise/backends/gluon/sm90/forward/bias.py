@@ -85,10 +85,8 @@ def release_o(pipelines, n, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def bias_scores(x, pipelines, step, tile, entry, terms, sizes, c, WARPGROUP: gl.constexpr):
-    """Return the bias of a tile, in a shape that broadcasts to [64, BLOCK_N]; 0 without a bias.
-
-    A matrix bias is as stored; a bias of keys, available with their K, is in the units of the scores.
-    """
+    """Return the bias of a tile, in a shape that broadcasts to [64, BLOCK_N]; 0 without a bias. A matrix bias is as
+    stored; a bias of keys, available with their K, is in the units of the scores."""
     S: gl.constexpr = accumulator(64, c.BLOCK_N)
     if c.BIAS == "matrix":
         slot = slot_of(pipelines.bias, step, WARPGROUP, c.WARPGROUPS)

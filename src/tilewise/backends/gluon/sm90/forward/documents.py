@@ -47,10 +47,7 @@ class DocumentLists(NamedTuple):
 
 def as_packed(problem: Problem) -> Problem | None:
     """Return the packed batch equal to a problem with a mask of documents, with as many sequences as tokens, the upper
-    bound.
-
-    None without such a mask, for several batch elements, a window with a lower limit, a bias, or dropout.
-    """
+    bound. None without such a mask, for several batch elements, a window with a lower limit, a bias, or dropout."""
     p = problem
     if p.tile_mask is None or not p.tile_mask.documents or p.batch > 1 or p.score.band.lo is not None:
         return None

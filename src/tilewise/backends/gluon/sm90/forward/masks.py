@@ -46,12 +46,10 @@ def masked(s, words, c):
 
 @gluon.jit
 def banded(s, row0, keys, terms, c):
-    """Return scores with -inf outside the window; ``row0`` and ``keys`` are relative to the tile's first key.
-
-    ``row0`` also includes the offset of a sequence's window. Shape [64, BLOCK_N / 8, 8]: a thread has two neighbours of
-    every eight columns, so that the index of the eight is a constant of each instruction. Indices of all columns would
-    stay in registers for the whole kernel.
-    """
+    """Return scores with -inf outside the window; ``row0`` and ``keys`` are relative to the tile's first key. ``row0``
+    also includes the offset of a sequence's window. Shape [64, BLOCK_N / 8, 8]: a thread has two neighbours of every
+    eight columns, so that the index of the eight is a constant of each instruction. Indices of all columns would stay
+    in registers for the whole kernel."""
     parts = s.reshape([64, c.BLOCK_N // 8, 8])
     L: gl.constexpr = parts.type.layout
     rows = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None][:, :, None]

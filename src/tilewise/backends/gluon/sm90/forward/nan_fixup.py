@@ -203,11 +203,9 @@ def sizes_of(seq, sizes):
 def packed_nan_fixup_kernel(
     q, k, v, bias, mask, sink, seed, tile_list, o, o_low, lse, head_dim, value_dim, terms, sizes, r
 ):  # fmt: skip
-    """Like `nan_fixup_kernel`, but for a packed batch.
-
-    Each step scans part of the LSE regardless of sequences, and where it finds NaN the list of tiles. A tile belongs to
-    the step in which it begins; each step also scans the rows that follow.
-    """
+    """Like `nan_fixup_kernel`, but for a packed batch. Each step scans part of the LSE regardless of sequences, and
+    where it finds NaN the list of tiles. A tile belongs to the step in which it begins; each step also scans the rows
+    that follow."""
     looks = tl.cdiv(sizes.queries, r.SCAN * r.BLOCK_M)
     for look in tl.range(tl.program_id(0), looks * sizes.heads, tl.num_programs(0), num_stages=1):
         h, first = look // looks, look % looks * (r.SCAN * r.BLOCK_M)
