@@ -199,7 +199,7 @@ class BackwardConfig:
         ahead: K·Qᵀ of the next tile is issued before dQ, or its last part, has left its registers, not after.
         peeled: tiles that the window cuts and full tiles have a loop each; else there is a branch in one loop.
         key_stages: stages of K's pipeline; with two, K of the next work tile is loaded before dK is stored.
-        value_stages: stages of V's pipeline, as many; or one beside two of K: dV is stored through the memory of dQ,
+        value_stages: stages of V's pipeline, as many; or one with two of K: dV is stored through the memory of dQ,
             and the next V is loaded as soon as the last step has read this one.
         dynamic: a program stays and fetches the next key tile; else there is one program per key tile.
         head_swizzle: key/value heads whose key tiles alternate.

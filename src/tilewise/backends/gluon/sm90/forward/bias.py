@@ -69,7 +69,9 @@ def hand_out_slot(pipeline, n, c, WARPGROUP: gl.constexpr):
 @gluon.jit
 def slot_for_o(pipelines, n, c, WARPGROUP: gl.constexpr):
     """Wait for the ``n``-th slot of the warpgroup, and return it for the store of O."""
-    gl.static_assert(c.BIAS_STAGES > 1, "the first bias of a tile of queries comes while O of the tile before leaves")
+    gl.static_assert(
+        c.BIAS_STAGES > 1, "the first bias of a query tile is loaded while O of the previous one is stored"
+    )
     slot = slot_of(pipelines.bias, n, WARPGROUP, c.WARPGROUPS)
     wait_full(pipelines.bias, slot, use_of(pipelines.bias, n, c.WARPGROUPS))
     return pipelines.bias.slots.index(slot)

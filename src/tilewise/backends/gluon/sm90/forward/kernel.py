@@ -209,7 +209,7 @@ def load(x, pipelines, terms, sizes, c):
 
 @gluon.jit
 def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.constexpr, BAND: gl.constexpr):
-    """Apply softcap and bias to a product, then the mask in a mixed tile and the window in a partial one.
+    """Apply softcap and bias to a product, then the mask and the window, if they cut the tile.
 
     ``words``: from `mask_words`. BAND: tiles may be partial. The branch stays even if all tiles are partial: without it
     ptxas compares before the product is there, and packs the outcomes into words.

@@ -12,7 +12,7 @@ from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 
 @gluon.jit
 def mask_words(x, entry, tile, sizes, c, WARPGROUP: gl.constexpr):
-    """Load the mask bits of a mixed tile, one word per row for each thread; 0 for other tiles."""
+    """Load the mask bits of a tile that the mask cuts, one word per row for each thread; 0 for other tiles."""
     if c.MASK:
         L: gl.constexpr = by_thread(gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))).type.layout
         WORDS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, L))
