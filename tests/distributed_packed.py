@@ -209,7 +209,7 @@ def check_documents(mesh: DeviceMesh) -> None:
     plan = explain_context_parallel_varlen(q, k, v, offsets, mesh=mesh, causal=True, load_balancer="document")
     assert plan.method in ("all_gather", "all_to_all")
     assert len(set(plan.flops)) == 1
-    assert "ring: declines, it takes no packed batches" in str(plan)
+    assert "ring: not supported, it takes no packed batches" in str(plan)
     terms = {"mesh": mesh, "dropout_p": 0.1}
     assert explain_context_parallel_varlen(q, k, v, offsets, **terms).method == "all_to_all"
     _raises(ValueError, "^tensor: expected 64 of the 64 tokens", shard, q, mesh, "document", cu_seqlens=(0, 64))

@@ -1,14 +1,14 @@
-"""Attention of a sequence that is split over several processes, on torch.distributed: context parallelism.
+"""Context parallelism: attention of a sequence that is split over processes, on torch.distributed.
 
-context_parallel_attention   attention, of this rank's queries and all keys
-context_parallel_varlen_attention   the same of a packed batch
+context_parallel_attention          attention of this rank's queries over all keys
+context_parallel_varlen_attention   the packed (varlen) variant
 explain_context_parallel, explain_context_parallel_varlen
-                             which method it would take, and what each sends, holds and computes
-shard, unshard               a whole tensor's part of this rank, and back
-triangle_attention           of a pair representation whose rows are split
-transpose_shards             its transposed, by an all-to-all
+                                    the chosen method, and what each method sends, holds and computes
+shard, unshard                      this rank's part of a whole tensor, and the whole tensor back
+triangle_attention                  triangle attention of a pair representation whose rows are split
+transpose_shards                    the transposed pair representation, by an all-to-all
 
-docs/distributed.md says which method is for what.
+docs/distributed.md says when to use which method.
 """
 
 from __future__ import annotations

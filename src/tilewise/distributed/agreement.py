@@ -1,6 +1,6 @@
-"""Whether all ranks make one and the same call: they say so to each other before the first of a kind.
+"""Agreement of all ranks on a call: they compare it before the first call of each kind.
 
-A rank that others wait for in a collective hangs them, so an error of one is raised on all.
+A rank that raises alone leaves the others waiting in a collective, so an error of one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tilewise.operator.prepared import Prepared
 
 Description = tuple[tuple[str, Hashable], ...]
 _KINDS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, TypeError, NotImplementedError)}
-# Ranks that agree keep the same calls in the same order, so that they also forget them at the same call.
+# Ranks that agree keep the same calls in the same order, so they also evict an entry at the same call.
 _agreed: WeakKeyDictionary[Any, Prepared[str]] = WeakKeyDictionary()
 
 
 def agreed(ranks: Ranks, description: Description) -> str | None:
-    """The method of such calls, if this rank has made one with these before."""
+    """Return the method of such calls if this rank has made one with these ranks before, else None."""
     known = _agreed.get(ranks.group)
     return None if known is None else known.get(description)
 
@@ -30,14 +30,14 @@ def agree(
     ranks: Ranks, description: Description | None, method: str | None, failure: Exception | None,
     *, beside: Description = (),
 ) -> None:  # fmt: skip
-    """Tell all ranks what this one is about to do, or why it cannot; raise on every rank if that is not the same.
-    ``beside``: what is compared and not remembered."""
+    """Compare this rank's call with the other ranks' and remember its method; raise on all ranks if they differ.
+    ``failure``: this rank's error, raised on all ranks. ``beside``: compared, but not remembered."""
     mine = (*(description or ()), *beside) if failure is None else (type(failure).__name__, str(failure))
     everybody: list[Any] = [None] * ranks.size
     try:
         dist.all_gather_object(everybody, (failure is None, mine), group=ranks.group)
     except RuntimeError as error:
-        if failure is not None:  # the others, who had made such calls before, were somewhere else
+        if failure is not None:  # the other ranks knew such calls and were in another collective
             raise failure from error
         raise
     if failure is not None:

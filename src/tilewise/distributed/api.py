@@ -1,4 +1,4 @@
-"""The public calls on shards: arguments named, read and checked, agreed on with the other ranks, and run."""
+"""The public calls on shards: they check arguments, agree with the other ranks, and run a method."""
 
 from __future__ import annotations
 
@@ -49,49 +49,48 @@ def context_parallel_attention(
     return_lse: bool = False,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tilewise.attention` of a sequence that is split over the ranks of a mesh: this rank's queries and all keys.
+    """Compute `tilewise.attention` of a sequence split over a mesh: this rank's queries over all keys.
 
     A collective: every rank of the mesh makes the call, and the backward, in the same order. Gradients are those of the
     sum of all ranks' losses.
 
     Args:
-        q, k, v: this rank's shards, (B, H, M / ranks, D), (B, Hkv, N / ranks, D) and (B, Hkv, N / ranks, Dv), of one
-            shape on every rank: the r-th part, or with a load balancer what `shard` makes.
-        mesh: a DeviceMesh of one axis, that of the sequence: ``mesh["cp"]`` of one that has more. Or of two, (A, B):
+        q, k, v: this rank's shards, (B, H, M / ranks, D), (B, Hkv, N / ranks, D) and (B, Hkv, N / ranks, Dv), with
+            equal shapes on all ranks: the r-th contiguous part, or with a load balancer what `shard` returns.
+        mesh: a DeviceMesh with one axis, such as ``mesh["cp"]``, which splits the sequence. Or with two axes, (A, B):
             the sequence is split over A B ranks, counted along the second axis first; B ranks trade rows for heads, and
-            A go round in a ring, or gather.
-        bias: as `tilewise.attention` takes it, but for CausalBias. A matrix has this rank's rows and all keys in their
-            own order, (B|1, H|Hkv|1, M / ranks, N), and its gradient stays here; a bias along the queries, or along the
-            keys (B|1, H|Hkv|1, 1, N / ranks), is split as q or k is. So are values per query or key of a RelativeBias,
-            and u and w of a low rank. Tables, slopes and whatever else has neither axis are the same on every rank, and
-            so are their gradients: the sum over ranks. ScoreNumbers count positions in the whole sequence.
+            A ranks use the ring or all_gather.
+        bias: like ``bias`` of `tilewise.attention`, except CausalBias. A matrix has this rank's rows and all keys in
+            sequence order, (B|1, H|Hkv|1, M / ranks, N), and its gradient stays on this rank. A bias along the queries,
+            or along the keys (B|1, H|Hkv|1, 1, N / ranks), is split like q or k; so are values per query or key of a
+            RelativeBias, and u and w of a LowRankBias. Tensors without these axes are equal on all ranks, and their
+            gradients are the sum over ranks. Bias terms count positions in the whole sequence.
         mask: bool, in the shapes of a bias.
-        sink: (H,), the same on every rank, or of this rank's queries, (B|1, H|1, M / ranks).
-        dropout_p, dropout_seed: as for `tilewise.attention`: what is dropped depends on a score's place in the whole
-            sequence, so that any number of ranks drops what one does. A seed is the same on every rank; without one the
-            first rank's generator draws it.
-        causal, window, scale, softcap, deterministic, backend: as for `tilewise.attention`, of the whole sequence.
-        load_balancer: how the sequence was split. None: in contiguous parts. "head_tail": a chunk of its head and one
-            of its tail for each rank, which gives all ranks equal work under a causal mask.
-        method: "all_gather" gathers keys and values; "ring" passes them round while it computes; "all_to_all" trades
-            rows for heads, if the ranks divide the heads. "auto": see `explain_context_parallel`. With a mesh of two
-            axes it is that of the first, "ring" or "all_gather"; "auto" is "ring".
-        validate: compare the ranks' arguments before every call; else once for each kind of call. What the comparison
-            finds, and what is wrong on one rank, is raised on all; without it ranks that differ wait for each other
-            until the group's timeout.
+        sink: (H,), equal on all ranks, or one for each of this rank's queries, (B|1, H|1, M / ranks).
+        dropout_p, dropout_seed: as in `tilewise.attention`. The same scores are dropped for any number of ranks. A seed
+            is equal on all ranks; None: the first rank's generator draws it.
+        causal, window, scale, softcap, deterministic, backend: as in `tilewise.attention`, for the whole sequence.
+        load_balancer: how the sequence was split. None: contiguous parts. "head_tail": a chunk of the head and one of
+            the tail on each rank, which gives all ranks equal work under a causal mask.
+        method: "all_gather" gathers keys and values; "ring" passes them from rank to rank while it computes;
+            "all_to_all" trades rows for heads, if the number of ranks divides the heads. "auto": see
+            `explain_context_parallel`. With two mesh axes it applies to the first: "ring" ("auto") or "all_gather".
+        validate: compare the ranks' arguments before every call, not only before the first of each kind. Differences
+            and errors of one rank are raised on all; without a comparison, ranks that differ wait until the group's
+            timeout.
         return_lse: also return the logarithm of each row's softmax denominator.
 
-    DTensors, which `tilewise.attention` takes, and jagged tensors are not taken; packed batches are by
-    `context_parallel_varlen_attention`.
+    DTensors (use `tilewise.attention`), jagged tensors and packed batches (use `context_parallel_varlen_attention`) are
+    not supported.
 
     Returns:
-        o (B, H, M / ranks, Dv), split as q is; with ``return_lse`` also lse (B, H, M / ranks).
+        o (B, H, M / ranks, Dv), split like q; with ``return_lse`` also lse (B, H, M / ranks).
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: what is not taken, by its name.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
+        NotImplementedError: an argument that is not supported, by name.
 
-    Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509); all_gather with a head and a tail:
+    Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509); all_gather with head and tail:
     Llama 3 (arXiv 2407.21783), section 3.3.2.
     """
     given = {"bias": bias, "mask": mask, "sink": sink, "dropout_seed": dropout_seed}
@@ -127,13 +126,13 @@ def explain_context_parallel(
     backend: str | None = None,
     **unknown: Any,
 ) -> ContextParallelPlan:
-    """What `context_parallel_attention` would do, and what each method sends, holds and computes; nothing is sent.
+    """Return the plan of `context_parallel_attention`, with the costs of each method; nothing is sent.
 
-    "auto" takes the method with the fewest bytes that no product hides. The ring's count as hidden where its products
-    take longer than its transfers at the figures of `plan.HIDDEN_FROM`; no method was timed for this.
+    "auto" chooses the method with the fewest bytes that no computation hides. The ring's transfers count as hidden if
+    its products take longer at the rates of `plan.HIDDEN_FROM`; methods are not timed.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as the call would on this rank.
+        ValueError, TypeError, NotImplementedError: like the call on this rank.
     """
     _refuse(unknown)
     options = CallOptions(causal, window, scale, softcap, deterministic, backend, dropout_p)
@@ -148,7 +147,7 @@ def attend_shards(
     ranks: Ranks, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
     options: CallOptions, unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``(o, lse)`` of this rank's rows; under a compiler by the operator."""
+    """Return ``(o, lse)`` of this rank's rows; under torch.compile by the operator."""
     how: Any = {"method": method, "validate": validate, "return_lse": return_lse}
     if torch.compiler.is_compiling():
         _refuse(unknown)
@@ -160,8 +159,8 @@ def prepare(
     ranks: Ranks, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], options: CallOptions,
     unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool, axes: MeshAxes | None = None,
 ) -> tuple[str, ShardedCall, list[Tensor]]:  # fmt: skip
-    """The method that all ranks take, the call and its tensors; an error of one rank is raised on all. axes: those of a
-    mesh of two, of which ``ranks`` are all."""
+    """Return the method that all ranks use, the call and its tensors; an error of one rank is raised on all.
+    ``axes``: those of a mesh with two axes, all of whose ranks are in ``ranks``."""
     failure: Exception | None = None
     description: Description | None = None
     chosen: str | None = None
@@ -204,7 +203,7 @@ def check_method(method: str) -> None:
 
 
 def _check_locally(call: ShardedCall, tensors: list[Tensor]) -> None:
-    """All that a local call would raise, before anything is sent."""
+    """Raise any error of a local call before anything is sent."""
     check_backend(call.options.backend)
     ranks = call.ranks
     at = ranks.chunks(call.queries)[0], ranks.chunks(call.keys)[0]
@@ -216,7 +215,7 @@ def _check_locally(call: ShardedCall, tensors: list[Tensor]) -> None:
 
 
 def described(call: ShardedCall, tensors: list[Tensor], method: str, return_lse: bool) -> Description:
-    """What has to be alike on all ranks."""
+    """Return (name, value) pairs that must be equal on all ranks."""
     layouts = tuple(
         (slot.name if count == 0 else f"{slot.name} ({count + 1})", (tuple(x.shape), x.dtype, x.requires_grad))
         for (slot, count), x in zip(_numbered(call), tensors, strict=True)
@@ -231,6 +230,6 @@ def described(call: ShardedCall, tensors: list[Tensor], method: str, return_lse:
 
 
 def _numbered(call: ShardedCall) -> list[tuple[Any, int]]:
-    """Slots, and how many before have the same name."""
+    """Return each slot with the number of earlier slots of the same name."""
     names = [slot.name for slot in call.slots]
     return [(slot, names[:n].count(slot.name)) for n, slot in enumerate(call.slots)]

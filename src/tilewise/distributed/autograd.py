@@ -1,5 +1,4 @@
-"""Collectives that autograd differentiates once, and the methods whose backward is one of parts: the gathering of
-groups of heads, and the ring, whose backward goes round as its forward does.
+"""Collectives with a first derivative, and methods with a backward of their own: gathered head groups, and the ring.
 
 Gradients of 16 bits are summed over ranks in float32.
 """
@@ -72,35 +71,34 @@ class _Exchange(torch.autograd.Function):
 
 
 def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """The whole of what the ranks have shards of along ``dim``. Backward: each rank gets the sum of all ranks'
-    gradients of its shard."""
+    """Return the whole tensor, gathered from shards along ``dim``. Backward: reduce-scatter of the gradient (sum)."""
     found: Tensor = _Gather.apply(x, ranks, dim)
     return found
 
 
 def summed(x: Tensor, ranks: Ranks) -> Tensor:
-    """``x``, which is the same on every rank; its gradient is the sum of all ranks'."""
+    """Return ``x``, which is equal on all ranks; its gradient is the sum over ranks."""
     found: Tensor = _Summed.apply(x, ranks)
     return found
 
 
 def to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
-    """Of a shard along axis ``rows`` with all heads, all rows with this rank's heads."""
+    """Trade rows for heads: from a shard along axis ``rows`` with all heads to all rows of this rank's heads."""
     found: Tensor = _Exchange.apply(x, ranks, heads, rows, True)
     return found
 
 
 def to_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
-    """`to_heads` backwards."""
+    """Trade heads for rows: the inverse of `to_heads`."""
     found: Tensor = _Exchange.apply(x, ranks, heads, rows, False)
     return found
 
 
-# --- methods of parts ---
+# --- methods with a backward of their own ---
 
 
 class _Parts(torch.autograd.Function):
-    """``*tensors, call, method -> o, lse, o_low``; the tensors are those of ``call.slots``."""
+    """The function ``(*tensors, call, method) -> (o, lse, o_low)``, with tensors in the order of ``call.slots``."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
@@ -124,7 +122,7 @@ class _Parts(torch.autograd.Function):
 
 
 def by_parts(call: ShardedCall, tensors: Sequence[Tensor], method: Any) -> Outputs:
-    """By ``method.forward`` and ``method.backward``: `ring`, or `head_groups.Gathered`."""
+    """Run ``method``, `ring` or `head_groups.Gathered`; autograd calls its backward."""
     return Outputs(*_Parts.apply(*tensors, call, method))
 
 
@@ -132,12 +130,10 @@ def part_gradients(
     call: ShardedCall, tensors: Sequence[Tensor], at: tuple[Chunk, Chunk], outputs: Outputs, cotangents: Outputs,
     needs: Sequence[bool], *, sink: bool = False, first_head: int = 0,
 ) -> list[Tensor | None]:  # fmt: skip
-    """What the pairs of some queries and some keys add to the gradients of ``tensors``, which are cut to these.
+    """Return what some queries and some keys add to the gradients of ``tensors``, which are cut to these.
 
-    dS = P ∘ (dP − D) holds for a part of a row with the LSE and o of the whole row: ``outputs``. So this is the
-    operator's own backward with these in place of the part's. What a bias term's tensors were made into is
-    differentiated by autograd.
-    """
+    dS = P ∘ (dP − D) holds for a part of a row with the LSE and o of the whole row, ``outputs``: this is the operator's
+    backward with them. Autograd differentiates the step from a bias term's tensors to its bias components."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
     with torch.enable_grad():
         local = call.local(leaves, *at, sink=sink, first_head=first_head)

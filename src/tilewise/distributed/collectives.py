@@ -1,4 +1,4 @@
-"""Collectives of one tensor, and how a sequence lies before and after them. No derivatives: `autograd` has these."""
+"""Collectives of one tensor, and the order of a sequence before and after; `autograd` adds derivatives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """bool and integers of 16 bits, which not every transport has, as bytes."""
+    """Return bool and 16-bit integer tensors, which not every transport supports, as bytes; others unchanged."""
     return x.view(torch.uint8) if x.dtype in (torch.bool, torch.int16) else x
 
 
 def gathered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """The whole of what the ranks have shards of."""
+    """Return the whole tensor, gathered from the ranks' shards along ``dim``."""
     sent = as_bytes(x.contiguous())
     stacked = sent.new_empty((ranks.size * sent.shape[0], *sent.shape[1:]))
     all_gather(stacked, sent, group=ranks.group)
@@ -28,7 +28,7 @@ def gathered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def scattered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    """The sum over ranks, of which this one gets its shard; of 16 bits summed in float32."""
+    """Return this rank's shard of the sum over ranks; 16-bit numbers are summed in float32."""
     sent = shards_of(wide(x), dim, ranks.split).contiguous()
     found = sent.new_empty(sent.shape[1:])
     _reduce_scatter(found, sent.flatten(0, 1), group=ranks.group)
@@ -36,7 +36,7 @@ def scattered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
 
 
 def all_to_all(stacked: Tensor, ranks: Ranks) -> Tensor:
-    """What every rank has stacked for this one."""
+    """Return what every rank has stacked for this one; ``stacked`` and the result are (ranks, ...)."""
     sent = as_bytes(stacked.contiguous())
     found = torch.empty_like(sent)
     dist.all_to_all_single(found, sent, group=ranks.group)

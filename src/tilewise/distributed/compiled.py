@@ -1,7 +1,7 @@
-"""A call as a compiler traces it: tensors in a list, and all else in words that another process could read.
+"""Calls on shards as torch.compile traces them: a list of tensors, and a string for everything else.
 
-The words are a Python literal, so that a graph that a compiler keeps on disk means the same when it is read again.
-`tilewise.distributed.operator` reads them.
+The string is a Python literal, so a graph that a compiler keeps on disk is valid in another process.
+`tilewise.distributed.operator` reads it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ _FIELDS: dict[type[Term], tuple[str, ...]] = {
     LowRankBias: ("u", "w"),
 }
 _BY_NAME = {cls.__name__: cls for cls in _FIELDS}
-# What a description has instead of a tensor: its place among the tensors.
+# Kind of a field whose value is an index in the list of tensors.
 _TENSOR = "tensor"
 
 
 class Description(NamedTuple):
-    """All of a call but its tensors. bias: of each piece its class and fields, of a tensor "" and it; ``one``: that it
-    is no tuple. mask, sink, seed: places among the tensors; ``pair``: a seed of two numbers. drawn: each rank has drawn
-    the seed, and the first one's counts. needs: which tensors require grad."""
+    """A call without its tensors; ints in place of tensors are indices in the list of tensors."""
 
     group: str
     device: str
@@ -44,21 +42,21 @@ class Description(NamedTuple):
     validate: bool
     return_lse: bool
     options: tuple
-    bias: tuple
-    one: bool
+    bias: tuple  # of each component its class name and fields; of a tensor "" and its index
+    one: bool  # bias= was not a tuple
     mask: int | None
     sink: int | None
     seed: int | None
-    pair: tuple[int, int] | None
-    drawn: bool
-    needs: tuple[bool, ...]
+    pair: tuple[int, int] | None  # a seed of two numbers
+    drawn: bool  # each rank has drawn a seed; the first rank's is used
+    needs: tuple[bool, ...]  # which tensors require grad
 
 
 def compiled_call(
     ranks: Ranks, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
     options: CallOptions, *, method: str, validate: bool, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The operator's call; every line of it is traced."""
+    """Call the operator; every line of this function is traced."""
     tensors = list(autocast(*qkv))
     bias, pieces = given["bias"], []
     one = not isinstance(bias, (tuple, list))
@@ -89,7 +87,7 @@ def compiled_call(
 
 
 def _ordered(options: CallOptions) -> bool:
-    """What torch's setting says now, and not when the graph runs."""
+    """Return ``deterministic``, where None becomes torch's setting at tracing time."""
     if options.deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     return options.deterministic
@@ -109,7 +107,7 @@ def _described(part: Any, tensors: list[Tensor]) -> tuple:
         if isinstance(x, Tensor):
             tensors.append(x)
             fields.append((name, _TENSOR, len(tensors) - 1))
-        else:  # of an infinite number its name: the literal of none is one
+        else:  # as a string: infinity has no Python literal
             fields.append((name, "float" if isinstance(x, float) else "", str(x) if isinstance(x, float) else x))
     return (type(part).__name__, tuple(fields))
 
@@ -122,7 +120,7 @@ def described(words: str) -> Description:
 def given_by(
     call: Description, tensors: list[Tensor]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], CallOptions]:
-    """q, k and v; bias, mask and sink; and the options, as `context_parallel_attention` was given them."""
+    """Return (q, k, v), the other tensors by name, and the options, as passed to `context_parallel_attention`."""
     pieces: list[Any] = []
     for name, found in call.bias:
         if name == "":
@@ -145,7 +143,7 @@ def given_by(
 
 
 def ranks_of(call: Description) -> Ranks:
-    """Raise a RuntimeError for a group that this process has not, or no more."""
+    """Return the call's ranks; raise a RuntimeError if this process does not have the group, or no longer."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return Ranks.of_group(_resolve_process_group(call.group), call.device, call.load_balancer)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Calls within `torch.distributed.tensor.experimental.context_parallel`, which replaces PyTorch's
-scaled_dot_product_attention and shards the buffers that it is given.
+"""Detection of `torch.distributed.tensor.experimental.context_parallel`, PyTorch's context manager.
 
-Nothing public says that it is active, nor with which mesh. But the function that it puts in PyTorch's place keeps the
-mesh, and its options say how the sequence is split; where a PyTorch does it otherwise the call is an error.
+The manager replaces PyTorch's scaled_dot_product_attention and shards given buffers. Nothing public tells that it is
+active, or its mesh. The replacement's closure holds the mesh, and its module's options say how the sequence is split;
+if a version of PyTorch differs, the call is an error.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _INSTEAD = "use tilewise.distributed.context_parallel_attention, with shards tha
 
 
 class Active(NamedTuple):
-    """mesh: over which the sequence is split. load_balancer: how."""
+    """The mesh over which the active context manager splits the sequence, and how it balances the load."""
 
     mesh: DeviceMesh
     load_balancer: LoadBalancer
 
 
 def active() -> Active | None:
-    """What PyTorch's context manager is at now; None outside of one.
+    """Return the mesh and load balancer of PyTorch's active context manager; None outside of one.
 
     Raises:
-        NotImplementedError: it is active, and does not say how as this PyTorch's and older ones do.
+        NotImplementedError: it is active, but its mesh or options are not found where this PyTorch has them.
     """
     now: Any = functional.scaled_dot_product_attention
     if type(now) is not FunctionType or not str(now.__module__).startswith(_HOME):

@@ -1,11 +1,11 @@
-"""How the tokens of a packed batch are split over ranks, and which of them a rank has of each sequence: arithmetic.
+"""Assignment of a packed batch's tokens to ranks, as index arithmetic.
 
-Contiguous: rank r has the r-th part of all tokens, where sequences may begin and end anywhere. "document": sequences
-are one rank's, and the longest are on all ranks, a head and a tail each, see `load_balance`. A rank has first its own
-sequences, one after the other, then its parts of others or their heads, and then their tails.
+Contiguous: rank r has the r-th part of all tokens; sequences may begin and end anywhere. "document": most sequences
+are on one rank, and the longest on all ranks with a head and a tail each, see `load_balance`. A shard holds first the
+rank's own sequences, end to end, then its parts or heads of others, then their tails.
 
-What is a rank's alone is computed with its keys where they lie, and waits for nobody. The other queries see keys of the
-sequences of which the rank has tokens: `SeenKeys` are these, of which only what lies elsewhere is sent.
+The rank's own sequences use its keys in place, without communication. The other queries see keys of all sequences of
+which the rank has tokens, `SeenKeys`; only those of other ranks are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Spans(NamedTuple):
-    """Of each sequence the places ``begin .. end - 1``, int64 (B,), on the CPU."""
+    """Positions ``begin .. end - 1`` of each sequence, int64 (B,), on the CPU."""
 
     begin: Tensor
     end: Tensor
@@ -41,47 +41,39 @@ class Spans(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of a shard that one local call computes: ``chunk`` of the shard, and what these are of each sequence.
+    """Rows of a shard that one local call computes."""
 
-    is_local: the sequences that are the rank's alone, with its own keys as they lie; of all its rows, of which the last
-    ones belong to no sequence of this call.
-    """
-
-    chunk: Chunk
-    lengths: Lengths  # of the local call
-    longest: tuple[int, int]
+    chunk: Chunk  # of the shard
+    lengths: Lengths  # of each sequence in the local call
+    longest: tuple[int, int]  # most queries and most keys of a sequence
+    # The call has all rows of the shard, with its keys in place, but only the rank's own sequences.
     is_local: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class SeenKeys:
-    """The keys that a rank's queries from ``first`` on see, ``count`` of them, and how they come together: what follows
-    are places, int64, on the device. Methods take tensors whose first axis is that of keys, or of the rows of a shard.
+    """The keys that a rank's queries from row ``first`` on see, and the indices (int64, on the device) that gather
+    them. The first axis of tensors passed to methods is that of keys, or of a shard's rows."""
 
-    own: of this rank's rows from ``first`` on among these keys; None: they are these keys, in order. sent: of the rows
-    that others need in this rank's shard, ``mine`` and then some of which nobody takes notice, so that every rank sends
-    as many. at, place: of what all ranks send, end to end, those which are among these keys, and where.
-    """
-
-    size: int
+    size: int  # ranks
     first: int
-    count: int
-    own: Tensor | None
-    mine: int
-    sent: Tensor
-    at: Tensor
-    place: Tensor
+    count: int  # of these keys
+    own: Tensor | None  # of each row from first on, its index in these keys; None: the rows are these keys, in order
+    mine: int  # rows of sent that other ranks need; the rest is padding, so that all ranks send equally many
+    sent: Tensor  # rows of this shard
+    at: Tensor  # indices in the rows that all ranks send, end to end, of those that are among these keys
+    place: Tensor  # their indices in these keys
 
     @property
     def travels(self) -> bool:
         return len(self.sent) > 0
 
     def leaving(self, shard: Tensor) -> Tensor:
-        """What this rank sends."""
+        """Return the rows that this rank sends."""
         return shard.index_select(0, self.sent)
 
     def together(self, shard: Tensor, stacked: Tensor | None) -> Tensor:
-        """These keys, of this rank's and what all have sent."""
+        """Return these keys, from this rank's shard and from the rows ``stacked`` that all ranks sent."""
         shard = shard[self.first :]
         if self.own is None:
             return shard
@@ -89,23 +81,23 @@ class SeenKeys:
         return found if stacked is None else found.index_copy_(0, self.place, stacked.index_select(0, self.at))
 
     def stay(self, total: Tensor, grad: Tensor) -> None:
-        """Of gradients of these keys those of this rank's rows, by its queries alone, into that of its shard."""
+        """Copy this rank's rows of ``grad``, the gradient of these keys, into that of its shard, ``total``."""
         total[self.first :].copy_(grad if self.own is None else grad.index_select(0, self.own))
 
     def going(self, grad: Tensor) -> Tensor:
-        """Of gradients of these keys what goes to each rank, (size, rows, ..)."""
+        """Return the rows for each rank of ``grad``, the gradient of these keys: (size, rows, ...)."""
         found = grad.new_zeros((self.size * len(self.sent), *grad.shape[1:]))
         found.index_copy_(0, self.at, grad.index_select(0, self.place))
         return found.unflatten(0, (self.size, -1))
 
     def arrive(self, total: Tensor, grad: Tensor) -> None:
-        """The sums over ranks of what `going` sent here, into the gradient of this rank's rows."""
+        """Copy the sums over ranks of what `going` sent here into the gradient of this rank's rows."""
         total.index_copy_(0, self.sent[: self.mine], grad[: self.mine].to(total.dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """A packed batch over ``size`` ranks; offsets: `cu_seqlens`. `documents_of` keeps one for each batch."""
+    """A packed batch over ``size`` ranks; offsets are its `cu_seqlens`. `documents_of` caches them."""
 
     size: int
     balanced: bool
@@ -118,7 +110,7 @@ class Documents:
 
     @property
     def pieces(self) -> str:
-        """What ranks compare."""
+        """Return the name of the split, which ranks compare."""
         return "document" if self.balanced else "contiguous"
 
     @property
@@ -126,7 +118,7 @@ class Documents:
         return int(self.cu.diff().max())
 
     def pairs(self, rank: int, causal: bool) -> int:
-        """Visible ones, of that rank's queries."""
+        """Return the number of visible pairs of that rank's queries, for one head."""
         key = "pairs", rank, causal
         if key not in self._kept:
             seen = [(x.begin + 1 + x.end) if causal else 2 * self.cu.diff() for x in self.spans(rank)]
@@ -148,7 +140,7 @@ class Documents:
         return assign(self.cu.diff().tolist(), self.size)
 
     def rows(self, rank: int) -> Tensor:
-        """Of that rank's shard, the places of its rows among all tokens, int64, on the CPU."""
+        """Return the index among all tokens of each row of that rank's shard, int64, on the CPU."""
         key = "rows", rank
         if key not in self._kept:
             found = []
@@ -161,7 +153,7 @@ class Documents:
         return kept
 
     def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The places of all ranks' rows, one rank after the other, and back."""
+        """Return the indices among all tokens of all ranks' rows, rank by rank, and the inverse; int32."""
 
         def make() -> tuple[Tensor, Tensor]:
             order = torch.cat([self.rows(rank) for rank in range(self.size)])
@@ -172,9 +164,9 @@ class Documents:
         return self._of_stream("order", device, make)
 
     def parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Part, ...]:
-        """The local calls of a rank, those that have rows: of the sequences that are its alone, and of spans of others
-        with its `SeenKeys`, each with the keys of a sequence up to its own last query under a causal mask, so that the
-        last query sees the last key as in the whole. A part's ``chunk.start`` is its number."""
+        """Return the non-empty local calls of a rank: its own sequences, and spans of others with its `SeenKeys`. Under
+        a causal mask a span has the keys of its sequence up to its own last query, so that this sees the last key, as
+        in the whole sequence. A part's ``chunk.start`` is its number."""
         return self._of_stream((rank, causal), device, lambda: self._parts(rank, causal, device))
 
     def _parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Part, ...]:
@@ -199,8 +191,9 @@ class Documents:
         return tuple(found)
 
     def _of_stream(self, key: Any, device: torch.device, make: Callable[[], T]) -> T:
-        """What ``make`` gives, kept for each stream, which alone is sure to find it written. While a CUDA graph is
-        captured it is that of a stream that has one: the graph would read what it copies from where it is no more."""
+        """Return what ``make`` returns, cached for each stream, as only that stream is ordered after the copy. During
+        the capture of a CUDA graph, return another stream's if there is one: the graph would copy from freed host
+        memory."""
         streams = self._kept.setdefault((key, device), {})
         stream = stream_of(device)
         if stream not in streams:
@@ -213,38 +206,38 @@ class Documents:
 
     @cached_property
     def _holders(self) -> Tensor:
-        """(size, B), bool: whether a rank has tokens of a sequence."""
+        """Return a bool tensor (size, B): True if the rank has tokens of the sequence."""
         counts = [torch.stack([x.lengths for x in self.spans(rank)]).sum(0) for rank in range(self.size)]
         return torch.stack(counts) > 0
 
     @cached_property
     def _alone(self) -> Tensor:
-        """(B,), bool: sequences of one rank, whose rows follow each other in its shard."""
+        """Return a bool tensor (B,): True for sequences on one rank, which are contiguous in its shard."""
         if self.balanced:
             return self._holders.sum(0) == 1
         return torch.zeros(len(self.offsets) - 1, dtype=torch.bool, device="cpu")
 
     def lengths_alone(self, rank: int) -> Tensor:
-        """Of each sequence its tokens if they are that rank's alone, else 0."""
+        """Return the length (B,) of each sequence that is on that rank alone, else 0."""
         return torch.where(self._alone & self._holders[rank], self.cu.diff(), 0)
 
     def _shared_spans(self, rank: int) -> list[Spans]:
-        """`spans` of the other sequences."""
+        """Return `spans`, empty for sequences on one rank."""
         return [Spans(x.begin, torch.where(self._alone, x.begin, x.end)) for x in self.spans(rank)]
 
     def seen_lengths(self, rank: int) -> Tensor:
-        """Of each sequence the keys that `SeenKeys` have: all or none."""
+        """Return the number of keys (B,) of each sequence in `SeenKeys`: all or 0."""
         return torch.where(~self._alone & self._holders[rank], self.cu.diff(), 0)
 
     @cached_property
     def sent_rows(self) -> tuple[Tensor, ...]:
-        """Of each rank's shard the rows that others need, those of sequences of several ranks."""
+        """Return for each rank the rows of its shard that others need: those of sequences on several ranks."""
         shared = (self._holders.sum(0) > 1).repeat_interleave(self.cu.diff())
         return tuple(shared[self.rows(rank)].nonzero()[:, 0] for rank in range(self.size))
 
     @property
     def sent_share(self) -> float:
-        """Of a rank's keys, of the rank that sends most."""
+        """Return the share of its keys that the rank with the most sends."""
         return max(len(x) for x in self.sent_rows) / max(self.offsets[-1] // self.size, 1)
 
     def seen(self, rank: int, device: torch.device) -> SeenKeys:
@@ -252,7 +245,7 @@ class Documents:
 
     def _seen(self, rank: int, device: torch.device) -> SeenKeys:
         lengths = self.seen_lengths(rank)
-        # From a token's place among all to that among these keys, of tokens of these sequences.
+        # A token's index among these keys minus its index in the batch; valid for tokens of these sequences.
         shift = (lengths.cumsum(0) - lengths - self.cu[:-1]).repeat_interleave(self.cu.diff())
         rows, sent = self.rows(rank), self.sent_rows
         most = max(len(x) for x in sent)
@@ -278,7 +271,7 @@ class Documents:
         )
 
     def whole(self, device: torch.device) -> Part:
-        """All sequences in one call."""
+        """Return one call of all sequences."""
 
         def make() -> Part:
             cu = _sent(self.cu, device)
@@ -286,7 +279,7 @@ class Documents:
 
         return self._of_stream("whole", device, make)
 
-    # --- what `layout` asks of a split ---
+    # --- called by `layout` ---
 
     def shards_of(self, x: Tensor, dim: int) -> Tensor:
         if self.balanced:
@@ -302,27 +295,27 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-_read: Any = WeakTensorKeyDictionary()  # of tensors on a GPU, what they held and when they were last written
+_read: Any = WeakTensorKeyDictionary()  # tensors on a GPU: their version, and what they held
 BALANCERS = (None, "document")
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """In int32 on the device."""
+    """Return ``x`` as int32 on the device."""
     return _moved(x.to(torch.int32), device)
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """On the device; from memory that is pinned, so that the host does not wait."""
+    """Return ``x`` on the device, copied from pinned memory without host synchronization."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=8)  # all layers of a step have one; it holds two numbers for each token
+@lru_cache(maxsize=8)  # all layers of a step share one, which holds two ints for each token
 def documents_of(size: int, balanced: bool, offsets: tuple[int, ...]) -> Documents:
     return Documents(size, balanced, offsets)
 
 
 def read_offsets(name: str, offsets: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """Of `cu_seqlens`: checked. On a GPU the host waits, the first time that it sees the tensor."""
+    """Return `cu_seqlens` as checked ints. The first read of a tensor on a GPU synchronizes the host."""
     if isinstance(offsets, Tensor):
         if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -349,10 +342,10 @@ def read_offsets(name: str, offsets: Tensor | Sequence[int]) -> tuple[int, ...]:
 def packed_ranks(
     mesh: DeviceMesh, load_balancer: LoadBalancer, offsets: tuple[int, ...], ranks: Ranks | None = None
 ) -> Ranks:
-    """`Ranks` that split a packed batch, of a mesh or made of its ``ranks``.
+    """Return `Ranks` that split a packed batch, from a mesh or from its ``ranks``.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
     """
     if load_balancer not in BALANCERS:
         raise ValueError(f"load_balancer: of a packed batch must be None or 'document', got {load_balancer!r}")

@@ -1,4 +1,4 @@
-"""`tilewise.scaled_dot_product_attention` of a sequence that is split: DTensors, and PyTorch's context_parallel."""
+"""`tilewise.scaled_dot_product_attention` of split sequences: DTensors, and PyTorch's context_parallel."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def sdpa_of_shards(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool,
 ) -> Tensor | None:  # fmt: skip
-    """None for a call that is of no split sequence: of DTensors that lie otherwise, outside of the context manager.
+    """Return o of a split sequence; None outside of the context manager if q, k and v are not DTensors split as needed.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: within the context manager, for a call that
-            `context_parallel_attention` does not take.
+        ValueError, TypeError, NotImplementedError: within the context manager, a call that
+            `context_parallel_attention` does not support.
     """
     now = active()
     split = is_dtensor(query)
@@ -56,7 +56,7 @@ def _declined(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     enable_gqa: bool,
 ) -> str | None:  # fmt: skip
-    """What of a call is not taken, in words that name it."""
+    """Return why a call is not supported, naming the argument; None if it is."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4:
             return f"{name}: must have 4 dimensions (B, H, L, E), got shape {tuple(x.shape)}"

@@ -1,7 +1,7 @@
-"""Attention of DTensors whose sequence is split along an axis of their mesh: context parallelism along that axis.
+"""Context parallelism of DTensors whose sequence is split along one axis of their mesh.
 
-Along the other axes each device computes what is its own, as `tilewise.operator.sharding` does. What a bias, mask or
-sink is split along follows from its shape, and it is brought there; a gradient lies as its tensor.
+Along the other axes each device computes its own part, as in `tilewise.operator.sharding`. The shape of a bias, mask
+or sink determines its placements, to which it is redistributed; a gradient has its tensor's placements.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ _ALLOWED = (Replicate(), Shard(BATCH), Shard(HEADS))
 
 
 class _Axes(NamedTuple):
-    """Those of a tensor that a call splits: of the batch, of heads, and of this rank's queries or keys; None for one
-    that it has not, or along which it broadcasts."""
+    """The axes along which a call splits a tensor; None: the tensor does not have it, or broadcasts along it."""
 
     batch: int | None = None
     heads: int | None = None
-    split: int | None = None
+    split: int | None = None  # this rank's queries or keys
 
 
-# Of the fields of bias terms; of a row that all queries or keys share `_axes_of` takes the axis away.
+# Axes of the fields of bias terms; `_axes_of` drops axes of size 1.
 _FIELDS = {
     "values": _Axes(0, 1, 2), "u": _Axes(0, 1, 2), "w": _Axes(0, 1, 2), "table": _Axes(None, 1), "buckets": _Axes(),
     "query_start": _Axes(0), "key_start": _Axes(0),
@@ -42,14 +41,14 @@ _FIELDS = {
 
 
 class _Place(NamedTuple):
-    """Where a call's tensors lie: q's placements, and along which axis of the mesh the sequence is split."""
+    """The placements of a call: its mesh, those of q, and the mesh axis that splits the sequence."""
 
     mesh: DeviceMesh
     at: tuple[Placement, ...]
     axis: int
 
     def placements(self, axes: _Axes) -> tuple[Placement, ...]:
-        """Of a tensor with these axes."""
+        """Return the placements of a tensor with these axes."""
 
         def along(place: Placement) -> Placement:
             dim = {Shard(BATCH): axes.batch, Shard(HEADS): axes.heads, Shard(ROWS): axes.split}.get(place)  # type: ignore[call-overload]
@@ -58,8 +57,8 @@ class _Place(NamedTuple):
         return tuple(along(place) for place in self.at)
 
     def local(self, name: str, x: Any, axes: _Axes) -> Tensor:
-        """This device's part; where it is whole and q is split, along batch or heads, its gradient is a sum that is
-        still to be made. Along the sequence `context_parallel_attention` makes it."""
+        """Return this device's part of ``x``. Where ``x`` is replicated and q is split along batch or heads, its
+        gradient is Partial. Along the sequence `context_parallel_attention` sums it."""
         if not isinstance(x, DTensor):
             raise TypeError(f"{name}: must be a DTensor as q is, got {type(x).__name__}")
         if x.device_mesh != self.mesh:
@@ -78,13 +77,13 @@ def attention_of_sequences(
     q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options: CallOptions, unknown: dict[str, Any],
     load_balancer: LoadBalancer = None,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-    """``(o, lse)`` of DTensors of which q, k and v are all split evenly along one and the same axis of a mesh; None for
-    others, which DTensor brings to where the operator takes them."""
+    """Return ``(o, lse)`` of DTensors q, k and v that one mesh axis splits evenly along the sequence, else None.
+    DTensor redistributes other calls to placements that the operator supports."""
     place = _place_of(q, k, v)
     if place is None or is_causal_bias(given["bias"]):
         return None
     assert isinstance(q, DTensor)
-    shared = k.shape[HEADS] == 1 < q.shape[HEADS]  # they share one key/value head, which everybody keeps
+    shared = k.shape[HEADS] == 1 < q.shape[HEADS]  # MQA: every device has the one key/value head
     kv = _Axes(0, None if shared else 1, 2)
     locals_ = (
         place.local("q", q, _Axes(0, 1, 2)), place.local("k", k, kv), place.local("v", v, kv)
@@ -157,12 +156,12 @@ def _axes_of(field: str, x: Tensor) -> _Axes:
 
 
 def _full(x: Tensor, axes: _Axes) -> _Axes:
-    """Without those along which ``x`` broadcasts."""
+    """Return ``axes`` without those along which ``x`` broadcasts."""
     return _Axes(*(None if axis is None or x.shape[axis] == 1 else axis for axis in axes))
 
 
 def _local_operand(place: _Place, name: str, x: Any, sizes: tuple[int, int]) -> Tensor:
-    """Of a bias or mask: its rows if it has those of queries, else its keys."""
+    """Return this device's part of a bias or mask, split by rows if it has those of queries, else by keys."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a DTensor, got {type(x).__name__}")
     axis: Callable[[int], int | None] = lambda back: x.dim() - back if x.dim() >= back else None  # noqa: E731

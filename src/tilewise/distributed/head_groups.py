@@ -1,17 +1,17 @@
-"""Keys and values gathered in groups of heads: what of one group is on its way while the one before is computed with.
+"""The all_gather method in groups of heads: one group is gathered while the one before is computed.
 
-Of a packed batch what is gathered are the keys of sequences that several ranks have tokens of, `documents.SeenKeys`;
-the others are computed first, with this rank's keys as they lie.
+In a packed batch only keys of sequences on several ranks are gathered, `documents.SeenKeys`; a rank's own sequences
+are computed first, with its keys in place.
 
-Heads do not meet each other, so that a group needs no merge, and its numbers are those of all heads at once. A rank
-holds the keys of all ranks for two groups beside those it computes with, and of gradients as much. A backward gathers
-again instead of keeping what the forward gathered.
+Heads are independent, so groups need no merge, and results equal those of all heads at once. Beside the keys in use
+a rank holds those of all ranks for two more groups, and likewise gradients. The backward gathers again instead of
+keeping what the forward gathered.
 
-Gradients of keys and values go to where these are at home as kernels write them, in 16 bits, and are added up there in
-float32, in the order of ranks.
+Gradients of keys and values are sent to their ranks in 16 bits, as kernels write them, and summed there in float32,
+in rank order.
 
-On a GPU collectives run in a stream of the process group. Those of a group are issued before the kernels of the one
-before: else these would have every multiprocessor, and keep it. Source: docs/notebook/distributed.md.
+On a GPU collectives run in a stream of the process group. A group's collectives are issued before the kernels of the
+group before, which would otherwise occupy all SMs. Source: docs/notebook/distributed.md.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from tilewise.distributed.operands import ShardedCall
 
 MOST_GROUPS = 16
 AHEAD = 2  # groups
-LATE = (
-    2**24
-)  # bytes that a rank sends, of a Hopper GPU and its NVLink a tenth of a millisecond: less than the host takes
+LATE = 2**24  # bytes that a rank sends: about 0.1 ms with NVLink on Hopper, less than the host takes
 PartGradients = Callable[..., list[Tensor | None]]
 
 
 def groups_of(call: ShardedCall, tensors: Sequence[Tensor]) -> int:
-    """How many, alike on all ranks: a divisor of the key/value heads. One where a matrix with a gradient is shared by
-    heads, whose gradient would be summed over groups beside the matrix."""
+    """Return the number of groups, equal on all ranks: a divisor of the key/value heads. It is 1 if a matrix that heads
+    share requires grad, as summing its gradient over groups would take a second matrix."""
     for x, slot in zip(tensors, call.slots, strict=True):
         if slot.columns is not None and slot.heads is None and x.requires_grad:
             return 1
@@ -50,13 +48,13 @@ def groups_of(call: ShardedCall, tensors: Sequence[Tensor]) -> int:
 
 
 class Group(NamedTuple):
-    """Some heads: number ``n`` ``of`` so many equal parts."""
+    """Group ``n`` of ``of`` equal groups of heads."""
 
     n: int
     of: int
 
     def part(self, x: Tensor, heads: int | None) -> Tensor:
-        """A view of what it has of a tensor."""
+        """Return a view of the group's heads of a tensor."""
         if heads is None or self.of == 1:
             return x
         size = x.shape[heads] // self.of
@@ -64,25 +62,24 @@ class Group(NamedTuple):
 
 
 class _Coming(NamedTuple):
-    """Of a tensor that moves with the keys: this rank's part; the collective, what it sends and what it fills, kept
-    until it is through, or None where there is nothing to send."""
+    """A tensor that is being gathered with the keys; buffers are kept until the collective is complete."""
 
-    part: Tensor
-    work: Any = None
+    part: Tensor  # this rank's
+    work: Any = None  # None: there is nothing to send
     sent: Tensor | None = None
-    stacked: Tensor | None = None
+    stacked: Tensor | None = None  # received
 
 
 class _Keys:
-    """What moves with the keys, whole, group by group; the collectives of `AHEAD` groups are under way."""
+    """The gathered tensors that move with the keys, group by group, with collectives issued `AHEAD` groups early."""
 
     def __init__(self, call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> None:
         self.call, self.tensors, self.groups = call, tensors, groups
         self.by_heads = [n for n in call.moving if call.slots[n].heads is not None]
-        # Small, and the same for all groups: key biases and masks.
+        # Key biases and masks without heads: small, and equal for all groups.
         self.shared = {n: self._now(n) for n in call.moving if n not in self.by_heads}
         self.coming: list[list[_Coming]] = []
-        # What is this rank's alone begins at once, before so little is sent.
+        # With little to send, the rank's own sequences start first.
         moving = sum(tensors[n].numel() * tensors[n].element_size() for n in self.by_heads)
         self.late = call.seen is not None and groups == 1 and call.sent_share * moving <= LATE
         for n in range(0 if self.late else min(AHEAD, groups)):
@@ -96,7 +93,7 @@ class _Keys:
 
     def _sent(self, n: int, part: Tensor, async_op: bool) -> _Coming:
         seen, size = self.call.seen, self.call.ranks.size
-        if seen is not None:  # rows are sorted in one pass if they are outermost
+        if seen is not None:  # rows outermost are reordered in one pass
             part = part.movedim(self.axis(n), 0)
             if not seen.travels:
                 return _Coming(part)
@@ -110,13 +107,13 @@ class _Keys:
         self.coming.append([self._sent(n, part, async_op=True) for n, part in parts])
 
     def __iter__(self) -> Iterator[tuple[Group, Iterator[tuple[list[Chunk], list[Tensor]]]]]:
-        """Each group with its `_parts`, which are to be taken before the next group."""
+        """Yield each group with its `_parts`, which must be consumed before the next group."""
         for n in range(self.groups):
             group = Group(n, self.groups)
             yield group, self._parts(group)
 
     def _parts(self, group: Group) -> Iterator[tuple[list[Chunk], list[Tensor]]]:
-        """Chunks of queries, and the call's tensors with the group's heads and the keys of these."""
+        """Yield chunks of queries, and the call's tensors with the group's heads and the keys for these chunks."""
         call = self.call
         found = [group.part(x, slot.heads) for x, slot in zip(self.tensors, call.slots, strict=True)]
         here = [query for query in call.row_chunks if call.is_local(query)]
@@ -159,7 +156,7 @@ class _Keys:
 
 
 class _Gradients:
-    """Gradients of what moves with the keys on their way home, group by group."""
+    """Gradients of tensors that move with the keys, sent to the keys' ranks group by group."""
 
     def __init__(self, call: ShardedCall, moving: Sequence[int], totals: list[Tensor | None]) -> None:
         self.call, self.moving, self.totals = call, moving, totals
@@ -167,14 +164,14 @@ class _Gradients:
         self.filling: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Those of two groups before have come by now."""
+        """Receive gradients of earlier groups until fewer than `AHEAD` groups are under way."""
         while len(self.going) >= AHEAD:
             self._receive()
 
     def add(self, n: int, grad: Tensor, key: Chunk) -> None:
-        """Of the keys ``key``, to what is there: nothing at first."""
+        """Add a gradient of the keys ``key`` to the buffer of tensor ``n``; the first call writes it."""
         ranks, axis, first = self.call.ranks, self.axis(n), n not in self.filling
-        if self.call.seen is not None:  # these are the gradients of all that it has, sorted when they are complete
+        if self.call.seen is not None:  # gradients of all its keys; send() reorders them
             self.filling[n] = grad if first else self.filling[n].add_(grad)
             return
         if first:
@@ -221,7 +218,7 @@ class _Gradients:
         return axis
 
     def _total(self, group: Group, n: int) -> Tensor:
-        """Of a packed batch rows are its first axis."""
+        """Return the group's part of a gradient of the shard; of a packed batch with rows as the first axis."""
         whole = self.totals[n]
         assert whole is not None
         total = group.part(whole, self.call.slots[n].heads)
@@ -243,7 +240,7 @@ class _Gradients:
 
 
 class Gathered(NamedTuple):
-    """The method, in so many groups."""
+    """The all_gather method in ``groups`` groups of heads."""
 
     groups: int
 
@@ -251,7 +248,7 @@ class Gathered(NamedTuple):
         return _forward(call, tensors, self.groups)
 
     def backward(self, call: ShardedCall, tensors: Sequence[Tensor], *rest: Any) -> list[Tensor | None]:
-        """The gradients of ``tensors``, from `_backward`'s arguments."""
+        """Return the gradients of ``tensors``; ``rest`` are the further arguments of `_backward`."""
         return _backward(call, tensors, self.groups, *rest)
 
 
@@ -289,8 +286,8 @@ def _backward(
     call: ShardedCall, tensors: Sequence[Tensor], groups: int, outputs: Outputs, cotangents: Outputs,
     needs: Sequence[bool], part_gradients: PartGradients,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of ``tensors``; ``outputs`` are those of whole rows, the sink included."""
-    # Gradients of q, k and v by a call of all rows are the tensors to which those of other calls come.
+    """Return the gradients of ``tensors``; ``outputs`` are those of whole rows, including the sink."""
+    # A first call of all rows returns the tensors to which other calls add their gradients of q, k and v.
     first = call.row_chunks[0]
     taken = [groups == 1 and call.is_local(first) and n < 3 for n in range(len(tensors))]
     totals = [_total(call, n, x, groups) if needs[n] and not taken[n] else None for n, x in enumerate(tensors)]
@@ -299,7 +296,7 @@ def _backward(
     for group, parts in keys:
         leaving.begin()
         for queries, found in parts:
-            # Those that see most keys first: the others add to what these have left.
+            # Chunks that see the most keys first: the others add to their gradients.
             for query in sorted(queries, key=lambda query: -call.seen_keys(query).length):
                 at = query, call.seen_keys(query)
                 rows = [_rows(x, group, query) for x in (outputs, cotangents)]
@@ -330,7 +327,7 @@ def _backward(
 def _place(
     call: ShardedCall, n: int, total: Tensor | None, group: Group, at: tuple[Chunk, Chunk]
 ) -> Tensor:  # fmt: skip
-    """What these queries and keys have of the gradient of tensor ``n``; see `_total`."""
+    """Return the view for these queries and keys of the gradient of tensor ``n``; see `_total`."""
     assert total is not None
     slot, (query, key) = call.slots[n], at
     total = group.part(total, slot.heads)
@@ -340,7 +337,7 @@ def _place(
 
 
 def _home(call: ShardedCall, total: Tensor, axis: int) -> Tensor:
-    """The sum over ranks of the gradient of what has no heads, in float32: this rank's rows."""
+    """Return this rank's rows of a gradient without heads, summed over ranks in float32."""
     seen = call.seen
     if seen is None:
         return scattered(total, call.ranks, axis)
@@ -352,20 +349,20 @@ def _home(call: ShardedCall, total: Tensor, axis: int) -> Tensor:
 
 
 def _is_once(call: ShardedCall, n: int, groups: int) -> bool:
-    """Whether each element of a gradient gets one number only."""
+    """True if each element of the gradient is written once."""
     slot = call.slots[n]
     return slot.rows is not None and (slot.heads is not None or groups == 1)
 
 
 def _is_one_each(call: ShardedCall, n: int, groups: int) -> bool:
-    """`_is_once`, or one from this rank's calls, with keys that go home group by group."""
+    """True if `_is_once`, or if each element is written once on this rank and gradients are sent group by group."""
     slot = call.slots[n]
     return _is_once(call, n, groups) or (slot.keys is not None and slot.heads is not None)
 
 
 def _total(call: ShardedCall, n: int, x: Tensor, groups: int) -> Tensor:
-    """Where the gradient of tensor ``n`` comes together. Of keys without heads of a packed batch: those of the shard,
-    by what is at home, and then `SeenKeys`."""
+    """Return the buffer for the gradient of tensor ``n``. For keys without heads of a packed batch: the rows of the
+    shard, for local sequences, then `SeenKeys`."""
     slot = call.slots[n]
     if _is_one_each(call, n, groups):
         return torch.zeros_like(x) if slot.columns is not None else torch.empty_like(x)
@@ -378,6 +375,6 @@ def _total(call: ShardedCall, n: int, x: Tensor, groups: int) -> Tensor:
 def _rows(x: Outputs, group: Group, query: Chunk) -> Outputs:
     o, lse, o_low = (None if y is None else group.part(y, 1).narrow(2, query.local, query.length) for y in x)
     assert o is not None
-    if not o.is_cuda:  # PyTorch's fused kernel of the CPU reads a dense one
+    if not o.is_cuda:  # PyTorch's fused CPU kernel reads a dense o
         o = o.contiguous()
     return Outputs(o, None if lse is None else lse.contiguous(), o_low)

@@ -1,8 +1,7 @@
-"""Which rows of a sequence a rank has, and the tensors that collectives send: pure arithmetic and views.
+"""The rows of a sequence on each rank, and the tensors that collectives send: index arithmetic and views.
 
-Contiguous: rank r has the r-th part. "head_tail": the sequence is cut into 2R chunks and rank r has the r-th of them
-from the start and the r-th from the end, one after the other, so that under a causal mask each rank has as many visible
-pairs as every other.
+Contiguous: rank r has the r-th part. "head_tail": the sequence is cut into 2R chunks; rank r has the r-th from the
+start, then the r-th from the end, so that under a causal mask all ranks have equally many visible pairs.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ BALANCERS = (None, "head_tail")
 
 
 class Chunk(NamedTuple):
-    """Rows of a shard that follow each other in the sequence: the first one's place in the shard, and in the whole."""
+    """Rows of a shard that are consecutive in the sequence."""
 
-    local: int
-    start: int
+    local: int  # first row in the shard
+    start: int  # first row in the sequence
     length: int
 
 
 class Split(NamedTuple):
-    """A sequence over ``size`` ranks, in so many ``pieces`` each: 1, or 2 of a head and a tail."""
+    """A sequence over ``size`` ranks, with ``pieces`` chunks each: 1, or 2 for a head and a tail."""
 
     size: int
     pieces: int
 
     def chunks(self, rank: int, length: int) -> tuple[Chunk, ...]:
-        """Of the ``length`` rows of that rank's shard."""
+        """Return the chunks of that rank's shard, which has ``length`` rows."""
         if self.pieces == 1:
             return (Chunk(0, rank * length, length),)
         half = length // 2
         return Chunk(0, rank * half, half), Chunk(half, (2 * self.size - 1 - rank) * half, half)
 
     def all_chunks(self, length: int) -> list[tuple[int, Chunk]]:
-        """Of all ranks' shards, with the rank."""
+        """Return (rank, chunk) for each chunk of all ranks' shards."""
         return [(rank, chunk) for rank in range(self.size) for chunk in self.chunks(rank, length)]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a mesh, this one's place among them, and how they split a sequence, or a packed batch."""
+    """The process group of a mesh, this rank in it, and how they split a sequence or a packed batch."""
 
     group: Any  # a ProcessGroup
     rank: int
@@ -63,7 +62,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, load_balancer: LoadBalancer) -> Ranks:
-        """Raise a ValueError or TypeError that names the mesh or the load balancer."""
+        """Return the ranks of a mesh of one axis; raise an error that names the mesh or the load balancer."""
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
         if mesh.ndim != 1:
@@ -79,7 +78,7 @@ class Ranks:
 
     @classmethod
     def of_group(cls, group: Any, device: str, load_balancer: LoadBalancer) -> Ranks:
-        """Of a ProcessGroup that this process is in."""
+        """Return the ranks of a ProcessGroup that includes this process."""
         split = Split(dist.get_world_size(group), 1 if load_balancer is None else 2)
         return cls(group, dist.get_rank(group), split, device)
 
@@ -88,7 +87,7 @@ class Ranks:
 
 
 def shards_of(x: Tensor, dim: int, split: Any) -> Tensor:
-    """A whole tensor as all ranks' shards along ``dim``, stacked in front."""
+    """Return all ranks' shards of a whole tensor along ``dim``, stacked along a new first axis."""
     if not isinstance(split, Split):
         return split.shards_of(x, dim)
     if split.pieces == 1:
@@ -98,7 +97,7 @@ def shards_of(x: Tensor, dim: int, split: Any) -> Tensor:
 
 
 def whole_of(shards: Tensor, dim: int, split: Any) -> Tensor:
-    """`shards_of` backwards."""
+    """Return the whole tensor of stacked shards: the inverse of `shards_of`."""
     if not isinstance(split, Split):
         return split.whole_of(shards, dim)
     if split.pieces == 2:
@@ -107,16 +106,16 @@ def whole_of(shards: Tensor, dim: int, split: Any) -> Tensor:
     return shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
-# --- which parts see each other ---
+# --- visibility between chunks ---
 
 
 def local_band(band: Band, query: int, key: int) -> Band:
-    """The band of a whole sequence, for queries that begin at ``query`` and keys that begin at ``key``."""
+    """Return the window of a whole sequence for queries that begin at ``query`` and keys that begin at ``key``."""
     return band.shifted(query - key)
 
 
 def sees(band: Band, query: Chunk, key: Chunk) -> bool:
-    """Whether any of these queries sees any of these keys."""
+    """True if any of these queries sees any of these keys."""
     local = local_band(band, query.start, key.start)
     least, most = 1 - query.length, key.length - 1
     lo = least if local.lo is None else max(local.lo, least)
@@ -126,8 +125,8 @@ def sees(band: Band, query: Chunk, key: Chunk) -> bool:
 
 @lru_cache(maxsize=1024)
 def ring_steps(band: Band, split: Split, queries: int, keys: int) -> int:
-    """After how many steps of a ring no rank's queries would see any more keys; 1 or more. In step t rank r has the
-    keys of rank r - t; ``queries``, ``keys``: of each rank."""
+    """Return the number of ring steps after which no rank's queries see any more keys; 1 or more. In step t rank r has
+    the keys of rank r - t. ``queries``, ``keys``: the numbers on each rank."""
     if band.unlimited:
         return split.size
     for step in range(split.size - 1, 0, -1):

@@ -1,4 +1,4 @@
-"""The three ways to bring queries and keys of different ranks together."""
+"""The three methods of context parallelism: all_gather, ring and all_to_all."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Method = Callable[[ShardedCall, Sequence[Tensor], bool], Outputs]
 
 
 def attend(method: str, call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
-    """``(o, lse)`` of this rank's rows, differentiable; without ``return_lse`` nobody looks at the lse."""
+    """Return differentiable ``(o, lse)`` of this rank's rows; without ``return_lse`` lse is undefined."""
     o, lse, _ = outputs_of(method, call, tensors, return_lse)
     assert lse is not None
     return o, lse
 
 
 def outputs_of(method: str, call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
-    """The same, without autograd with the low bits of o."""
-    if call.drawn and call.seed is not None:  # one seed for all: its counters tell ranks apart
+    """Return the outputs of this rank's rows; without autograd including the low bits of o."""
+    if call.drawn and call.seed is not None:  # one seed for all ranks; counters differ by rank
         dist.broadcast(call.seed, dist.get_global_rank(call.ranks.group, 0), group=call.ranks.group)
     pairs = zip(tensors, call.slots, strict=True)
     tensors = [summed(x, call.ranks) if slot.replicated and x.requires_grad else x for x, slot in pairs]
@@ -35,12 +35,12 @@ def outputs_of(method: str, call: ShardedCall, tensors: Sequence[Tensor], return
 
 
 def _all_gather(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
-    """All keys here, some heads at a time; a local call for each chunk of queries."""
+    """Gather all keys, some heads at a time, and make a local call for each chunk of queries."""
     return by_parts(call, tensors, Gathered(groups_of(call, tensors)))
 
 
 def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
-    """All rows here, of this rank's heads."""
+    """Trade rows for heads, and make one local call with all rows of this rank's heads."""
     queries, keys = Chunk(0, 0, call.sizes.M), Chunk(0, 0, call.sizes.N)
     local = [of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
     first = call.ranks.rank * (call.sizes.H // call.ranks.size)

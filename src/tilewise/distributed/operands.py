@@ -1,8 +1,8 @@
-"""A call on shards: its tensors with the axes along which they are split, and the local calls that it is made of.
+"""Calls on shards: tensors with the axes along which they are split, and the local calls.
 
-A tensor is this rank's rows where it has an axis of queries, travels with K where it has one of this rank's keys, and
-else is the same on every rank. Positions are those of the whole sequence: a local call gets them by its band, and its
-bias terms by where their queries and keys begin.
+A tensor with an axis of queries has this rank's rows, one with an axis of this rank's keys moves with K, and others
+are equal on all ranks. Positions are those of the whole sequence: local calls have shifted windows, and bias terms
+have the positions of their first query and key.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
 from tilewise.spec.tiles import visible_pairs
 
 FUNCTION = "context_parallel_attention"
-KEY_STEP = 256  # no tile of keys is larger: what is cut off are whole tiles, and addresses stay as aligned as they were
+KEY_STEP = 256  # no tile of keys is larger, so cuts are at whole tiles and addresses stay aligned
 GROUP_FLOPS = 4e12
 
 
 class CallOptions(NamedTuple):
-    """The arguments of a call that are no tensors."""
+    """The arguments of a call that are not tensors."""
 
     causal: bool
     window: Window | None
@@ -51,25 +51,22 @@ class CallOptions(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A tensor's name and axes; None for one that it has not, or along which it broadcasts.
-
-    heads: query or key/value heads. rows: this rank's queries. keys: this rank's keys. columns: all keys.
-    """
+    """A tensor's name and axes; None: it does not have the axis, or broadcasts along it."""
 
     name: str
-    heads: int | None = None
-    rows: int | None = None
-    keys: int | None = None
-    columns: int | None = None
+    heads: int | None = None  # query or key/value heads
+    rows: int | None = None  # this rank's queries
+    keys: int | None = None  # this rank's keys
+    columns: int | None = None  # all keys
 
     @property
     def replicated(self) -> bool:
-        """The same on every rank."""
+        """True if the tensor is equal on all ranks."""
         return self.rows is None and self.keys is None
 
 
 class Piece(NamedTuple):
-    """One of the tensors and terms of ``bias=``: the term, and which tensors are its fields; of a tensor, "" is it."""
+    """One of the tensors and terms of ``bias=``, with indices of its tensors by field name; a tensor's name is ""."""
 
     term: Term | None
     fields: dict[str, int]
@@ -77,18 +74,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ShardedCall:
-    """sizes: of the whole sequence. slots: of the tensors, q, k, v first; then, by their places among them, those of
-    the bias in ``pieces``, mask and sink; the seed is none of them."""
+    """A call on shards: its options, and the axes of its tensors."""
 
     ranks: Ranks
-    sizes: Sizes
+    sizes: Sizes  # of the whole sequence
     options: CallOptions
-    slots: tuple[Slot, ...]
-    pieces: tuple[Piece, ...]
-    mask: int | None
+    slots: tuple[Slot, ...]  # of q, k, v, then of bias, mask and sink
+    pieces: tuple[Piece, ...]  # of the bias
+    mask: int | None  # index of the tensor
     sink: int | None
-    seed: Tensor | None = None  # of dropout
-    drawn: bool = False  # the seed, by this rank, so that the first rank's is taken
+    seed: Tensor | None = None  # of dropout; has no slot
+    drawn: bool = False  # this rank drew the seed; the first rank's is used
 
     @property
     def queries(self) -> int:
@@ -100,20 +96,20 @@ class ShardedCall:
 
     @property
     def band(self) -> Band:
-        """Of causal and window, for the whole sequence: the last query sees the last key."""
+        """Return the window of the whole sequence, where the last query sees the last key."""
         return Band.aligned(self.options.causal, self.options.window, self.sizes.N - self.sizes.M)
 
     @property
     def row_chunks(self) -> tuple[Chunk, ...]:
-        """Of this rank's queries, those of one local call each."""
+        """Return the chunks of this rank's queries; each is one local call."""
         return self.ranks.chunks(self.queries)
 
     def keeps_low_bits(self, dtype: torch.dtype) -> bool:
-        """Whether its outputs in this dtype have low bits."""
+        """True if outputs in this dtype have low bits."""
         return keeps_low_bits(dtype, dropout.threshold(self.options.dropout_p))
 
     def seen_keys(self, query: Chunk) -> Chunk:
-        """Of all keys those that these queries see, in whole `KEY_STEP`s; some if they see none."""
+        """Return the keys that these queries see, in whole `KEY_STEP`s; some if they see none."""
         band, last = local_band(self.band, query.start, 0), self.sizes.N - 1
         first = 0 if band.lo is None else min(max(band.lo, 0), last) // KEY_STEP * KEY_STEP
         end = last if band.hi is None else min(max(query.length - 1 + band.hi, first), last)
@@ -121,24 +117,24 @@ class ShardedCall:
         return Chunk(first, first, end - first)
 
     def pairs(self, rank: int) -> int:
-        """Visible to that rank's queries, of all batch elements and heads."""
+        """Return the number of visible pairs of that rank's queries, over batch and heads."""
         chunks = self.ranks.split.chunks(rank, self.queries)
         seen = sum(visible_pairs(x.length, self.sizes.N, local_band(self.band, x.start, 0)) for x in chunks)
         return self.sizes.B * self.sizes.H * seen
 
     @property
     def hop_pairs(self) -> int:
-        """Of this rank's queries and another's keys, for all batch elements and heads."""
+        """Return the number of pairs of this rank's queries and another's keys, over batch and heads."""
         return self.sizes.B * self.sizes.H * self.queries * self.keys
 
     @property
     def group_flops(self) -> float:
-        """Of a forward on one rank, that heads which are computed apart have at least: about 7 ms of a Hopper GPU. Of
-        less, the last programs of a launch leave more of the GPU idle than collectives take."""
+        """Return the least forward FLOPs of a group of heads on one rank, about 7 ms of a Hopper GPU. With fewer, the
+        tails of launches leave more of the GPU idle than collectives take."""
         return GROUP_FLOPS
 
     def declines(self, method: str) -> str | None:
-        """Why that method cannot run the call; None if it can."""
+        """Return why the method cannot run the call; None if it can."""
         for name, heads in (("query heads", self.sizes.H), ("key/value heads", self.sizes.Hkv)):
             if method == "all_to_all" and heads % self.ranks.size:
                 return f"the {heads} {name} do not divide by {self.ranks.size} ranks"
@@ -146,30 +142,29 @@ class ShardedCall:
 
     @property
     def causal_alone(self) -> bool:
-        """Whether each query sees the keys up to its own and nothing else depends on positions: no matrix, no term
-        that counts distances, no dropout."""
+        """True if queries see the keys up to their own, and no matrix, term or dropout depends on positions."""
         counts = any(piece.term is not None and not isinstance(piece.term, LowRankBias) for piece in self.pieces)
         columns = any(slot.columns is not None for slot in self.slots)
         return self.band == Band(None, 0) and not (counts or columns or self.options.dropout_p)
 
     @property
     def seen(self) -> SeenKeys | None:
-        """Of a packed batch the keys that local calls have: not all."""
+        """Return the keys that local calls of a packed batch have; None: all keys."""
         return None
 
     def is_local(self, query: Chunk) -> bool:
-        """Whether these are all rows of the shard, with this rank's keys alone: of a packed batch the sequences that no
-        other rank has, beside which the rows of others come to nothing."""
+        """True if ``query`` is all rows of the shard, with this rank's keys alone: its own sequences of a packed batch.
+        Rows of other sequences give 0 there."""
         return False
 
     @property
     def sent_share(self) -> float:
-        """Of its keys, what a rank of a gathering call sends."""
+        """Return the share of its keys that a rank sends in an all-gather."""
         return 1.0
 
     @property
     def moving(self) -> list[int]:
-        """Which tensors go with the keys."""
+        """Return the indices of tensors that move with the keys."""
         return [n for n, slot in enumerate(self.slots) if slot.keys is not None]
 
     # --- local calls ---
@@ -177,8 +172,8 @@ class ShardedCall:
     def local(
         self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0
     ) -> Call:
-        """Of tensors that hold these queries and keys, and the heads from ``first_head`` on; and of bands and terms
-        nothing but their numbers changed."""
+        """Return the local call of tensors that hold these queries and keys, and the heads from ``first_head`` on. Only
+        numbers of windows and terms differ from those of the whole call."""
         bias: list[Any] = []
         for piece in self.pieces:
             if piece.term is None:
@@ -211,25 +206,25 @@ class ShardedCall:
         """``(o, lse)`` of these queries and keys."""
         local = self.local(tensors, query, key, sink=sink, first_head=first_head)
         o, lse = attention_op(*local, return_lse=return_lse)
-        if lse is None:  # nobody looks at it
+        if lse is None:  # not requested
             lse = o.new_empty(0, dtype=lse_dtype(o.dtype))
         return o, lse
 
     def outputs(
         self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0
     ) -> Outputs:
-        """The same without a derivative, with the low bits of o."""
+        """Return the outputs of these queries and keys with the low bits of o, without a derivative."""
         inputs, score, deterministic, backend = self.local(tensors, query, key, sink=sink, first_head=first_head)
         return attention_outputs(inputs, score, deterministic, backend)
 
-    # --- parts of tensors ---
+    # --- views of tensors ---
 
     def cut_rows(self, n: int, x: Tensor, query: Chunk) -> Tensor:
         axis = self.slots[n].rows
         return x if axis is None else x.narrow(axis, query.local, query.length)
 
     def cut_one(self, n: int, x: Tensor, query: Chunk, key: Chunk) -> Tensor:
-        """A view of ``x``, which is laid out as tensor ``n``: what these queries and keys have of it."""
+        """Return the view for these queries and keys of ``x``, which has the axes of tensor ``n``."""
         slot, x = self.slots[n], self.cut_rows(n, x, query)
         if slot.keys is not None:
             x = x.narrow(slot.keys, key.local, key.length)
@@ -239,8 +234,8 @@ class ShardedCall:
         return [self.cut_one(n, x, query, key) for n, x in enumerate(tensors)]
 
     def accumulator(self, n: int, x: Tensor) -> Tensor:
-        """Zeros for the gradient of tensor ``n``, in float32 for 16 bits; a matrix's, of which each element gets one
-        number only, in its own dtype."""
+        """Return zeros for the gradient of tensor ``n``, in float32 for 16 bits, but in a matrix's own dtype, as each
+        of its elements is added to once."""
         dtype = x.dtype if self.slots[n].columns is not None else wide(x.new_empty(0)).dtype
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
@@ -249,7 +244,7 @@ class ShardedCall:
 
 
 class Reader:
-    """Collects tensors and their slots; every error names the argument, what came and what is allowed."""
+    """A list of tensors and their slots; errors name the argument, its value and what is allowed."""
 
     function = FUNCTION
 
@@ -261,13 +256,13 @@ class Reader:
 
     def put(self, x: Tensor, slot: Slot) -> int:
         self.tensors.append(x)
-        # An axis of size 1 has no heads to split.
+        # A heads axis of size 1 is not split.
         single = slot.heads is not None and x.shape[slot.heads] == 1
         self.slots.append(slot._replace(heads=None) if single else slot)
         return len(self.tensors) - 1
 
     def operand(self, name: str, x: Tensor) -> int:
-        """A bias or mask."""
+        """Add a bias or mask, and return its index."""
         check_tensor(name, x, may_be_causal=True)
         if is_causal_bias(x):
             raise NotImplementedError(f"{name}: a CausalBias is not taken here; pass causal=True")
@@ -350,7 +345,7 @@ def read(
     qkv: tuple[Tensor, Tensor, Tensor], bias: Any, mask: Tensor | None, sink: Tensor | None, ranks: Ranks,
     options: CallOptions, dropout_seed: Seed = None,
 ) -> tuple[ShardedCall, list[Tensor]]:  # fmt: skip
-    """The call and its tensors, checked as far as one rank can."""
+    """Return the call and its tensors, checked as far as one rank can."""
     given = {**dict(zip("qkv", qkv, strict=True)), "bias": bias, "mask": mask, "sink": sink}
     for name, x in given.items():
         if is_dtensor(x):

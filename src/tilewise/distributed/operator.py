@@ -1,7 +1,7 @@
-"""``tilewise::context_parallel``, which a compiler sees as one operator with a derivative, as it sees attention.
+"""The operator ``tilewise::context_parallel``: for a compiler, a call on shards is one operator with a derivative.
 
-Eager calls are autograd's own graph of collectives and local calls. An operator has no graph: its backward gets q, k, v
-and the rest with o and lse, and computes dS = P ∘ (dP − D) of what this rank's queries and keys, or heads, meet.
+Eager calls use autograd's graph of collectives and local calls. The operator's backward has no graph: it receives the
+tensors with o and lse, and computes dS = P ∘ (dP − D) for this rank's queries and keys, or heads.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Prepared = tuple[str, ShardedCall, list[Tensor]]
 
 
 def _prepared(tensors: Sequence[Tensor], call: Description) -> Prepared:
-    """The method, agreed on by all ranks, and what it computes."""
+    """Return the method that all ranks agreed on, the call and its tensors."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, call.needs, strict=True)]
-    if call.drawn and call.seed is not None:  # each time anew: an operator leaves its arguments as they are
+    if call.drawn and call.seed is not None:  # a copy, as an operator must not write to its arguments
         leaves[call.seed] = tensors[call.seed].clone()
     qkv, given, options = given_by(call, leaves)
     how: Any = {"method": call.method, "validate": call.validate, "return_lse": call.return_lse}
-    with torch.enable_grad():  # else views of what requires grad would not
+    with torch.enable_grad():  # else views of tensors that require grad would not require it
         method, sharded, found = prepare(ranks_of(call), qkv, given, options, {}, **how)
     if call.drawn and sharded.seed is not None:
         group = sharded.ranks.group
@@ -83,7 +83,7 @@ def _backward(
         method, sharded, inputs = _prepared(tensors, what)
         outputs = Outputs(o, lse, o_low if o_low.shape == o.shape else None)
         grads = _gradients(method, sharded, inputs, outputs, cotangents)
-    # The tensors of the call may come in another order than it was given them.
+    # The call's tensors may be in another order than the operator's.
     places = _places(what)
     found: list[Tensor] = [x.new_empty(0) for x in tensors]
     for n, grad in enumerate(grads):
@@ -100,7 +100,7 @@ def _backward_fake(
 
 
 def _places(call: Description) -> list[int]:
-    """Which of the operator's tensors each of the call's is: buckets and starts are no operands of their own."""
+    """Return the index in the operator's list of each of the call's tensors, which exclude buckets and starts."""
     found = [0, 1, 2]
     for name, what in call.bias:
         if name == "":
@@ -132,13 +132,13 @@ operator_of_lists("context_parallel", _forward, _forward_fake, setup=_setup, bac
 operator_of_lists("context_parallel_backward", _backward, _backward_fake)
 
 
-# --- gradients, without a graph ---
+# --- gradients without an autograd graph ---
 
 
 def _gradients(
     method: str, call: ShardedCall, tensors: list[Tensor], outputs: Outputs, cotangents: Outputs
 ) -> Grads:  # fmt: skip
-    """Of the call's tensors; those of what is the same on every rank are summed over ranks."""
+    """Return the gradients of the call's tensors; those of replicated tensors are summed over ranks."""
     needs = [x.requires_grad for x in tensors]
     grads = _METHODS[method](call, tensors, outputs, cotangents, needs)
     for n, (slot, grad) in enumerate(zip(call.slots, grads, strict=True)):

@@ -1,4 +1,4 @@
-"""Packed batches over ranks: `context_parallel_varlen_attention`, and what differs in its calls on shards."""
+"""Context parallelism of packed batches: `context_parallel_varlen_attention` and its calls on shards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tilewise.spec.score import ScoreNumbers, check_numbers
 from tilewise.spec.tensors import check_tensor, is_dtensor
 
 FUNCTION = "context_parallel_varlen_attention"
-GROUP_FLOPS = 5e11  # about 1 ms of a Hopper GPU: of short sequences the last programs are short
+GROUP_FLOPS = 5e11  # about 1 ms of a Hopper GPU; launches of short sequences have short tails
 CPU = torch.device("cpu")
 PackedMethod = Literal["auto", "all_gather", "all_to_all"]
 
@@ -65,31 +65,32 @@ def context_parallel_varlen_attention(
     return_lse: bool = False,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tilewise.varlen_attention` of a packed batch whose tokens are split over the ranks of a mesh, each of its
-    sequences to itself. A collective, as `context_parallel_attention`, which has what is not said here.
+    """Compute `tilewise.varlen_attention` of a packed batch whose tokens are split over the ranks of a mesh.
+
+    A collective like `context_parallel_attention`, which documents the other arguments.
 
     Args:
-        q, k, v: this rank's tokens, (T / ranks, H, D), (T / ranks, Hkv, D) and (T / ranks, Hkv, Dv), of T of all ranks.
-        cu_seqlens: (B + 1,), ints, of the whole batch and the same on every rank: where sequences begin, and T. A
-            tensor on the CPU, or a sequence of ints; for one on a GPU the host waits, once for each tensor.
-        bias: tensors along the keys, (1|H, T / ranks), or the queries, (1|H, T / ranks, 1), which are split as the
-            tokens are; terms of `tilewise.bias`, with values (T / ranks, H, R), u (1, H, T / ranks, r) and w.
-        sink: (H,), the same on every rank, or of this rank's queries, (1|H, T / ranks).
-        load_balancer: how the tokens were split, by `shard` with ``cu_seqlens``. None: in contiguous parts. "document":
-            each sequence on one rank, and of the longest a chunk of the head and one of the tail on every one, so that
-            all ranks have as many tokens and about as many visible pairs.
-        method: "all_gather" gathers keys and values; of a window it takes one that ends with the query, and of terms
-            that count positions those of causal calls; no dropout. "all_to_all" trades tokens for heads and takes all
-            that. "auto": see `explain_context_parallel`.
+        q, k, v: this rank's tokens, (T / ranks, H, D), (T / ranks, Hkv, D) and (T / ranks, Hkv, Dv), of T on all ranks.
+        cu_seqlens: (B + 1,), ints, of the whole batch and equal on all ranks: where sequences begin, and T. A tensor on
+            the CPU, or a sequence of ints; a tensor on a GPU synchronizes the host once.
+        bias: tensors along the keys, (1|H, T / ranks), or the queries, (1|H, T / ranks, 1), split like the tokens;
+            terms of `tilewise.bias`, with values (T / ranks, H, R), u and w (1, H, T / ranks, r).
+        sink: (H,), equal on all ranks, or one for each of this rank's queries, (1|H, T / ranks).
+        load_balancer: how `shard` with ``cu_seqlens`` split the tokens. None: contiguous parts. "document": each
+            sequence on one rank, but the longest with a head and a tail on every rank, so that all ranks have equally
+            many tokens and about equally many visible pairs.
+        method: "all_gather" gathers keys and values; it supports windows and terms that count positions in causal calls
+            alone, and no dropout. "all_to_all" trades tokens for heads and supports all of these. "auto": see
+            `explain_context_parallel`.
 
-    A mask, a padded bias, `RaggedBias` and the ring are not taken.
+    A mask, a padded bias, `RaggedBias` and the ring are not supported.
 
     Returns:
-        o (T / ranks, H, Dv), split as q is; with ``return_lse`` also lse (H, T / ranks).
+        o (T / ranks, H, Dv), split like q; with ``return_lse`` also lse (H, T / ranks).
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: what is not taken, by its name.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
+        NotImplementedError: an argument that is not supported, by name.
     """
     options = CallOptions(causal, window, scale, softcap, deterministic, backend, dropout_p)
     given = {"bias": bias, "sink": sink, "dropout_seed": dropout_seed}
@@ -101,7 +102,7 @@ def context_parallel_varlen_attention(
     return (o, lse.squeeze(0)) if return_lse else o
 
 
-@torch.compiler.disable  # a graph break: collectives inside of an autograd.Function are nothing to trace
+@torch.compiler.disable  # a graph break: collectives in an autograd.Function cannot be traced
 def _run(
     mesh: DeviceMesh, load_balancer: LoadBalancer, cu_seqlens: Any, qkv: tuple[Tensor, Tensor, Tensor],
     given: dict[str, Any], options: CallOptions, unknown: dict[str, Any],
@@ -157,11 +158,10 @@ def explain_context_parallel_varlen(
     backend: str | None = None,
     **unknown: Any,
 ) -> ContextParallelPlan:
-    """`explain_context_parallel` of a packed batch: what `context_parallel_varlen_attention` would do. A window counts
-    as if it hid nothing.
+    """Return the plan of `context_parallel_varlen_attention`; see `explain_context_parallel`. Windows do not count.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as the call would on this rank.
+        ValueError, TypeError, NotImplementedError: like the call on this rank.
     """
     if unknown:
         raise unexpected("explain_context_parallel_varlen", unknown)
@@ -175,8 +175,8 @@ def explain_context_parallel_varlen(
 
 @dataclass(frozen=True, eq=False)
 class PackedCall(ShardedCall):
-    """Its q, k, v and o are (1, H, tokens, D), as backends take packed batches. A chunk of rows is one of
-    `Documents.parts`; keys are this rank's, or `SeenKeys`, or of all_to_all all."""
+    """A call on shards of a packed batch; q, k, v and o are (1, H, tokens, D), as in backends. A chunk of rows is one
+    of `Documents.parts`; keys are this rank's, `SeenKeys`, or for all_to_all all keys."""
 
     device: torch.device = CPU
 
@@ -210,7 +210,7 @@ class PackedCall(ShardedCall):
         return Chunk(0, 0, self.keys if self.is_local(query) else self.seen.count)
 
     def pairs(self, rank: int) -> int:
-        """Without what a window hides."""
+        """Return the number of visible pairs of that rank's queries, over heads; windows do not count."""
         return self.sizes.H * self.documents.pairs(rank, self.options.causal)
 
     @property
@@ -219,7 +219,7 @@ class PackedCall(ShardedCall):
 
     @property
     def group_flops(self) -> float:
-        """Groups are there to hide what is sent: of less there is less to hide."""
+        """Return the least forward FLOPs of a group on one rank: more if there is less to send, which groups hide."""
         share = self.sent_share
         return GROUP_FLOPS / share if share else math.inf
 
@@ -228,7 +228,9 @@ class PackedCall(ShardedCall):
             return "it takes no packed batches"
         if method == "all_gather":
             if self.options.dropout_p:
-                return "dropout counts places from the begin of each sequence, of which a rank has parts"
+                return (
+                    "dropout counts positions from the start of each sequence, and a rank has only parts of sequences"
+                )
             causal = self.options.causal
             if not causal and self.options.window is not None:
                 return "a window of a packed batch is to end with the query: causal=True"
@@ -273,7 +275,7 @@ class PackedCall(ShardedCall):
 
 
 class _Reader(Reader):
-    """Of packed tensors; q, k and v as `PackedCall` has them."""
+    """The reader of packed tensors; q, k and v are as in `PackedCall`."""
 
     function = FUNCTION
 
@@ -319,7 +321,7 @@ def read(
     qkv: tuple[Tensor, Tensor, Tensor], bias: Any, sink: Tensor | None, ranks: Ranks, options: CallOptions,
     dropout_seed: Seed,
 ) -> tuple[PackedCall, list[Tensor]]:  # fmt: skip
-    """The call and its tensors, checked as far as one rank can."""
+    """Return the call and its tensors, checked as far as one rank can."""
     for name, x in {**dict(zip("qkv", qkv, strict=True)), "bias": bias, "sink": sink}.items():
         if is_dtensor(x):
             raise NotImplementedError(f"{name}: {FUNCTION} takes no DTensor; pass this rank's shard, {name}.to_local()")
@@ -351,7 +353,7 @@ def read(
 
 
 def _check_locally(call: PackedCall, tensors: list[Tensor]) -> None:
-    """All that a local call would raise, before anything is sent; keys that are not here yet have no memory."""
+    """Raise any error of a local call before anything is sent; other ranks' keys are views without memory."""
     check_backend(call.options.backend)
     device = tensors[0].device.type
     if device != call.ranks.device:

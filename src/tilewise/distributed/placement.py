@@ -1,4 +1,4 @@
-"""`shard` and `unshard`: a whole tensor's part of this rank, and back."""
+"""`shard` and `unshard`: this rank's part of a whole tensor, and the whole tensor back."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def shard(
     tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer = None, dim: int | None = None, *,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """This rank's part of a tensor that every rank has whole, along ``dim``: what `context_parallel_attention` takes,
-    whose sequence is axis 2, or with ``cu_seqlens`` `context_parallel_varlen_attention`, whose tokens are axis 0.
+    """Return this rank's part along ``dim`` of a tensor that every rank has whole; nothing is sent.
 
-    Ranks are counted as in the mesh's group. Nothing is sent. Differentiable: the gradient of the whole tensor is zero
-    outside of this rank's part.
+    Default axes: 2, the sequence of `context_parallel_attention`, or with ``cu_seqlens`` 0, the tokens of
+    `context_parallel_varlen_attention`. Ranks are counted as in the mesh's group. Differentiable: the gradient of the
+    whole tensor is zero outside of this rank's part.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed: a length that does not divide.
+        ValueError, TypeError: an invalid argument or length; the message names it, its value and what is allowed.
     """
     if cu_seqlens is not None:
         ranks, dim = _of_packed(tensor, mesh, load_balancer, dim, cu_seqlens, 1)
@@ -49,13 +49,14 @@ def unshard(
     tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer = None, dim: int | None = None, *,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`shard` backwards: the whole tensor on every rank. A collective: every rank calls it, with shards of one shape.
+    """Return the whole tensor on every rank: the inverse of `shard`.
 
-    Differentiable: each rank gets the sum of all ranks' gradients of its shard, as is right where the loss is the sum
-    of what the ranks make of it. A loss that every rank computes alike counts as often as there are ranks.
+    A collective: every rank calls it, with shards of equal shape. Differentiable: each rank gets the sum of all ranks'
+    gradients of its shard, as is right if the loss is the sum of the ranks' losses. A loss that every rank computes
+    equally counts once for each rank.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
     """
     if cu_seqlens is not None:
         ranks, dim = _of_packed(tensor, mesh, load_balancer, dim, cu_seqlens, Ranks.of(mesh, None).size)
@@ -75,7 +76,7 @@ def _has_two_axes(mesh: DeviceMesh) -> bool:
 def _of_packed(
     tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer, dim: int | None, cu_seqlens: Any, parts: int
 ) -> tuple[Ranks, int]:
-    """``parts``: how many tensors of this length hold all tokens."""
+    """Return the ranks and the axis; ``parts`` tensors of this length hold all tokens."""
     offsets = read_offsets("cu_seqlens", cu_seqlens)
     ranks, dim = packed_ranks(mesh, load_balancer, offsets), _axis(tensor, 0 if dim is None else dim)
     if tensor.shape[dim] * parts != offsets[-1]:

@@ -1,4 +1,4 @@
-"""Which method a call takes: by the bytes that each sends, and by what products hide of them."""
+"""Choice of the method, by the bytes that each method sends and the share that computation hides."""
 
 from __future__ import annotations
 
@@ -12,36 +12,32 @@ from tilewise.distributed.head_groups import groups_of
 from tilewise.distributed.layout import ring_steps
 from tilewise.distributed.operands import ShardedCall
 
-# From so many FLOPs for each byte of a hop on, a step of the ring takes longer than its transfer: 5e14 FLOP/s over
-# 2e11 B/s, about what a Hopper GPU and its NVLink do. A figure for choosing, not a measurement of this machine.
+# FLOPs per byte from which a ring step takes longer than its transfer: 5e14 FLOP/s over 2e11 B/s, about those of a
+# Hopper GPU and its NVLink. A figure for choosing, not a measurement of this machine.
 HIDDEN_FROM = 2500.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one method, for each rank: bytes sent in the forward and in the backward, and bytes held beside its shards
-    while it computes. declines: why it cannot run the call; None if it can. hidden: its transfers take less time than
-    the products that run beside them, by `HIDDEN_FROM`; but for ``last_bytes``, after the last products. groups: of
-    heads, one after the other; then those of the first group forward, and of the last one backward, have no products
-    beside them."""
+    """The cost of one method on each rank."""
 
     method: str
-    forward_bytes: int
-    backward_bytes: int
-    held_bytes: int
-    hidden: bool = False
-    declines: str | None = None
-    groups: int = 1
-    last_bytes: int = 0
+    forward_bytes: int  # sent
+    backward_bytes: int  # sent
+    held_bytes: int  # beside the shards, during the computation
+    hidden: bool = False  # all transfers but last_bytes take less time than the products beside them, by `HIDDEN_FROM`
+    declines: str | None = None  # why the method cannot run the call; None if it can
+    groups: int = 1  # of heads; nothing hides transfers of the first in the forward and of the last in the backward
+    last_bytes: int = 0  # sent after the last products
 
     @property
     def exposed_bytes(self) -> int:
-        """That no product hides."""
+        """Return the bytes that no products hide."""
         return self.last_bytes if self.hidden else (self.forward_bytes + self.backward_bytes) // self.groups
 
     def __str__(self) -> str:
         if self.declines is not None:
-            return f"{self.method}: declines, {self.declines}"
+            return f"{self.method}: not supported, {self.declines}"
         words = f"{self.method}: sends {_size(self.forward_bytes)} forward, {_size(self.backward_bytes)} backward"
         if self.hidden:
             words += f" (all but {_size(self.last_bytes)} hidden)" if self.last_bytes else " (hidden)"
@@ -52,16 +48,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class ContextParallelPlan:
-    """What a call would do; str() says it in lines.
+    """The plan of a call; str() prints it in lines."""
 
-    method: the one it takes. flops: of the forward of each rank, in the order of ranks, where queries stay at home
-    (all_gather and ring); all_to_all gives each rank their mean. costs: of every method.
-    """
-
-    method: str
+    method: str  # the chosen one
     reason: str
-    flops: tuple[int, ...]
-    costs: tuple[Cost, ...]
+    flops: tuple[int, ...]  # forward, of each rank, for all_gather and ring; with all_to_all each rank has the mean
+    costs: tuple[Cost, ...]  # of every method
 
     def __str__(self) -> str:
         mean = sum(self.flops) / len(self.flops)
@@ -70,7 +62,7 @@ class ContextParallelPlan:
 
 
 def make_plan(call: ShardedCall, tensors: Sequence[Tensor], method: str) -> ContextParallelPlan:
-    """Raise a ValueError for a method that cannot run the call."""
+    """Return the plan of a call; raise a ValueError if ``method`` cannot run it."""
     costs = tuple(_cost(method, call, tensors) for method in _COSTS)
     q, _, v = tensors[:3]
     flops = tuple(2 * (q.shape[3] + v.shape[3]) * call.pairs(rank) for rank in range(call.ranks.size))
@@ -90,16 +82,16 @@ def _cost(method: str, call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
 
 
 def _order(cost: Cost) -> tuple[int, int]:
-    """Fewer calls and no steps that wait for each other where bytes are equal."""
+    """Return the sort key: exposed bytes, then fewer calls and no steps that wait for each other."""
     return cost.exposed_bytes, ("all_gather", "all_to_all", "ring").index(cost.method)
 
 
 def _all_gather(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
-    """Its groups have their own sizes: with one nothing is hidden, and keys wait in one place. Else they do in two
-    beside those that are computed with, and gradients on two ways in two."""
+    """Return the cost in `groups_of` groups. With one, nothing is hidden and one buffer of keys is held. Else two
+    groups of keys are held beside the one in use, and of gradients the sent and received buffers of two groups."""
     size, (keys, _) = call.ranks.size, _moving(call, tensors)
     moving = [(tensors[n], call.slots[n]) for n in call.moving]
-    # Of what has heads parts go home as they are; the rest is summed over ranks in float32.
+    # Gradients with heads are sent in their dtype; the others are summed over ranks in float32.
     grads = sum((_bytes if slot.heads is not None else _wide_bytes)(x) for x, slot in moving if x.requires_grad)
     grads = int(call.sent_share * grads)
     groups = groups_of(call, tensors)
@@ -111,7 +103,7 @@ def _all_gather(call: ShardedCall, tensors: Sequence[Tensor]) -> Cost:
 
 
 def _hides(call: ShardedCall, tensors: Sequence[Tensor], keys: int) -> bool:
-    """Whether the products of this rank's queries and another's keys take longer than these keys are on their way."""
+    """True if the products of this rank's queries and another's keys take longer than sending ``keys`` bytes."""
     q, v = tensors[0], tensors[2]
     products = 2 * (q.shape[3] + v.shape[3]) * call.hop_pairs
     return products >= HIDDEN_FROM * keys
@@ -147,7 +139,7 @@ _COSTS = {"all_gather": _all_gather, "ring": _ring, "all_to_all": _all_to_all}
 
 
 def _moving(call: ShardedCall, tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """Bytes of what goes with one rank's keys, and of its gradients."""
+    """Return the bytes of tensors that move with one rank's keys, and of their gradients."""
     moving = [tensors[n] for n in call.moving]
     share = call.sent_share
     return int(share * sum(_bytes(x) for x in moving)), int(share * sum(_wide_bytes(x) for x in moving))
@@ -158,12 +150,12 @@ def _bytes(x: Tensor) -> int:
 
 
 def _wide_bytes(x: Tensor) -> int:
-    """Of the gradient as it is summed over ranks."""
+    """Return the bytes of the gradient in the dtype in which it is summed over ranks."""
     return x.numel() * wide(x.new_empty(0)).element_size() if x.requires_grad else 0
 
 
 def _size(count: int) -> str:
-    """1.5 MiB."""
+    """Return a number of bytes in words, such as 1.5 MiB."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

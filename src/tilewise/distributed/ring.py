@@ -1,8 +1,8 @@
 """Ring attention: keys and values go from rank to rank, and each rank adds what its queries see of them.
 
-In step t rank r has the keys of rank r - t. While it computes with them it sends them on to rank r + 1. In the backward
-their gradients go the same way, one step behind, and from the last step straight home. A step in which a rank's queries
-see nothing computes nothing; those in which no rank's do are left out.
+In step t rank r has the keys of rank r - t, and sends them to rank r + 1 while it computes with them. In the backward
+their gradients go the same way, one step behind, and after the last step directly to the keys' rank. A rank whose
+queries see nothing in a step computes nothing; steps in which no rank's queries see anything are omitted.
 
 Source: Ring Attention (arXiv 2310.01889); the LSE merge and the backward by parts are FlashAttention-2's.
 """
@@ -23,16 +23,16 @@ from tilewise.distributed.operands import ShardedCall
 from tilewise.merge import combine
 from tilewise.spec.rounding import low_bits, with_low_bits
 
-# Of a step's messages: gloo tells by it which is which, where gradients and keys are under way together.
+# Tags of messages: gloo needs them to tell keys from gradients under way at the same time.
 _KEYS, _GRADIENTS = 0, 1000
 PartGradients = Callable[..., list[Tensor | None]]
 
 
 class Passing:
-    """Tensors on their way ``hop`` ranks further, and those of the rank ``hop`` back on theirs to this one."""
+    """Tensors that are being sent ``hop`` ranks further, and those being received from ``hop`` ranks back."""
 
     def __init__(self, ranks: Ranks, tensors: Sequence[Tensor], hop: int, tag: int) -> None:
-        self.sent = [x.contiguous() for x in tensors]  # kept until they are through
+        self.sent = [x.contiguous() for x in tensors]  # kept until sent
         self.received = [torch.empty_like(x) for x in self.sent]
         peers = [dist.get_global_rank(ranks.group, (ranks.rank + n) % ranks.size) for n in (hop, -hop)]
         operations = []
@@ -43,19 +43,18 @@ class Passing:
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """What came; on a GPU the stream waits and the host does not."""
+        """Return the received tensors; on a GPU the stream waits, not the host."""
         for work in self.works:
             work.wait()
         return self.received
 
 
 def _parts(call: ShardedCall, step: int) -> list[tuple[Chunk, Chunk]]:
-    """What this rank computes in a step: some of its queries, and keys of another's shard that they see.
+    """Return this rank's pairs of chunks in a step: some of its queries, and keys of another's shard that they see.
 
-    Where a causal mask alone cuts a head and a tail, and nothing counts positions, the chunks of a shard that are seen
-    whole, or lie as in the whole sequence, are one: one call for each step. What counts there is how far the first of
-    the queries stands from the first of the keys.
-    """
+    With a head and a tail, a causal mask, and nothing else that depends on positions, a step is one call: chunks of a
+    shard that are fully visible, or in the order of the whole sequence, become one, as only the distance from the first
+    query to the first key matters."""
     source, split = (call.ranks.rank - step) % call.ranks.size, call.ranks.split
     queries, keys = call.ranks.chunks(call.queries), split.chunks(source, call.keys)
     if split.pieces == 2 and call.queries == call.keys and call.causal_alone:
@@ -97,8 +96,8 @@ def forward(call: ShardedCall, tensors: Sequence[Tensor]) -> Outputs:
 
 
 def _add_part(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """`tilewise.merge.combine` of two in place of the first, in few passes; nothing that is added holds NaN where its
-    LSE is -inf."""
+    """Merge a part into ``o`` and ``lse`` in place, as `tilewise.merge.combine` would, in few passes. A part holds no
+    NaN where its LSE is -inf."""
     most = torch.maximum(lse, part_lse)
     most = most.masked_fill_(most == -torch.inf, 0.0)
     weight, part_weight = torch.exp(lse - most), torch.exp(part_lse - most)
@@ -113,7 +112,7 @@ def backward(
     call: ShardedCall, tensors: Sequence[Tensor], outputs: Outputs, cotangents: Outputs, needs: Sequence[bool],
     part_gradients: PartGradients,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of ``tensors``; ``outputs`` are those of whole rows, the sink included."""
+    """Return the gradients of ``tensors``; ``outputs`` are those of whole rows, including the sink."""
     given, tensors, steps = tensors, list(tensors), _steps(call)
     moving = call.moving
     asked = [needs[n] if n != call.sink else False for n in range(len(tensors))]
@@ -138,7 +137,7 @@ def backward(
                 totals[n] = x.add_(mine)
         if leaving and steps > 1:
             gone = [totals[n] for n in leaving]
-            hop = 1 if step + 1 < steps else 1 - steps  # home from the last step
+            hop = 1 if step + 1 < steps else 1 - steps  # after the last step directly to the keys' rank
             behind = Passing(call.ranks, gone, hop, _GRADIENTS)  # type: ignore[arg-type]
         if coming is not None:
             for n, x in zip(moving, coming.wait(), strict=True):
@@ -152,7 +151,7 @@ def backward(
 
 
 def _rows(x: Outputs, chunk: Chunk) -> Outputs:
-    """As a kernel gets them from a forward: dense."""
+    """Return a chunk's rows, contiguous like the outputs of a forward."""
     o, *more = (None if y is None else y.narrow(2, chunk.local, chunk.length).contiguous() for y in x)
     assert o is not None
     return Outputs(o, *more)

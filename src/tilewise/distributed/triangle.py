@@ -1,10 +1,10 @@
-"""Triangle attention of a pair representation whose rows are split over ranks, dynamic axial parallelism.
+"""Triangle attention of a pair representation whose rows are split over ranks (dynamic axial parallelism).
 
-A rank has the rows z (B, N / R, N, C). Of the starting node each row is a batch element, so that q, k, v and o stay
-where they are, and only the bias of all pairs is gathered, in C / H times fewer numbers than z has. The ending node is
-the starting one of the transposed z, which an all-to-all makes.
+A rank has the rows z (B, N / R, N, C). For the starting node each row is a batch element, so q, k, v and o stay on
+their rank, and only the pair bias is gathered, with C / H times fewer numbers than z. The ending node is the starting
+node of the transposed z, which an all-to-all makes.
 
-Source: FastFold (arXiv 2203.00854), section on dynamic axial parallelism; of the computation
+Source: FastFold (arXiv 2203.00854), section on dynamic axial parallelism; for the computation
 `tilewise.integrations.evoformer.triangle_attention`.
 """
 
@@ -39,43 +39,42 @@ def triangle_attention(
     mesh: DeviceMesh,
     validate: bool = False,
 ) -> Any:
-    """`tilewise.integrations.evoformer.triangle_attention` of this rank's rows of a pair representation.
+    """Compute triangle attention of this rank's rows of a pair representation.
 
-    A collective: every rank of the mesh makes the call, and the backward, in the same order. Gradients are those of the
-    sum of all ranks' losses.
+    Like `tilewise.integrations.evoformer.triangle_attention`, but a collective: every rank of the mesh makes the call,
+    and the backward, in the same order. Gradients are those of the sum of all ranks' losses.
 
     Args:
-        q, k, v: of this rank's rows, (B, N / ranks, H, Q, D), (B, N / ranks, H, K, D) and (B, N / ranks, H, K, Dv), or
-            without B where it is 1; of one shape on every rank.
-        bias: what this rank's rows give of it: rows of queries, (B|1, 1, H|1, Q / ranks, K), or without B. All ranks'
-            are gathered once; the gradient is summed over ranks in float32 and comes home in one reduce-scatter.
-        mask: (B|1, N / ranks|1, 1, 1, K), of this rank's rows; as for the door.
-        scale, return_aux: as for the door.
+        q, k, v: this rank's rows, (B, N / ranks, H, Q, D), (B, N / ranks, H, K, D) and (B, N / ranks, H, K, Dv), or
+            without B if it is 1; equal shapes on all ranks.
+        bias: the bias rows that this rank's rows of z give: (B|1, 1, H|1, Q / ranks, K), or without B. It is gathered
+            once; the gradient is summed over ranks in float32 by one reduce-scatter.
+        mask: (B|1, N / ranks|1, 1, 1, K), of this rank's rows.
+        scale, return_aux: as in the local function.
         mesh: a DeviceMesh of one axis, whose ranks have the rows in order.
-        validate: compare the ranks' arguments before every call; else once for each kind of call. What is wrong on one
-            rank is raised on all; without it ranks that differ wait for each other until the group's timeout.
+        validate: see `tilewise.distributed.context_parallel_attention`.
 
     Returns:
-        (B, N / ranks, H, Q, Dv), of this rank's rows, where q has no B too; with ``return_aux`` what the door returns.
+        (B, N / ranks, H, Q, Dv), of this rank's rows, also if q has no B; with ``return_aux`` ``(out, lse, None)``.
 
-    The whole bias, (B, 1, H, Q, K), is held by each rank, and in its backward the gradient of that. With B above 1 this
-    is B local calls. Under `torch.compile` it is a graph break.
+    Each rank holds the whole bias, (B, 1, H, Q, K), and in the backward its gradient. With B above 1 this is B local
+    calls. Under `torch.compile` it is a graph break.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
         NotImplementedError: for DTensors.
     """
     return _run((q, k, v), bias, mask, scale, return_aux, Ranks.of(mesh, None), validate)
 
 
 def transpose_shards(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of the transposed: of (B, rows / ranks, columns, ...) (B, columns / ranks, rows, ...).
+    """Return this rank's rows of the transposed tensor, contiguous.
 
-    A collective: one all-to-all, of which each rank keeps its own part, and another in the backward. Differentiable,
-    and its own inverse. Also of a mask, (B, rows / ranks, columns) bool. The result is contiguous.
+    (B, rows / ranks, columns, ...) becomes (B, columns / ranks, rows, ...). It may be a bool mask without further axes.
+    A collective: one all-to-all, and another in the backward. Differentiable, and its own inverse.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
         NotImplementedError: for DTensors.
     """
     ranks = Ranks.of(mesh, None)
@@ -90,7 +89,7 @@ def transpose_shards(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return _transposed(tensor, ranks)
 
 
-@torch.compiler.disable  # a graph break, as for context_parallel_attention
+@torch.compiler.disable  # a graph break, as in tilewise.distributed.packed
 def _transposed(x: Tensor, ranks: Ranks) -> Tensor:
     return to_heads(x, ranks, 2, 1).transpose(1, 2).contiguous()
 
@@ -123,7 +122,7 @@ def _run(
 def _description(
     qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor | None, scale: float | None, return_aux: bool
 ) -> tuple[tuple[str, Hashable], ...]:
-    """What has to be alike on all ranks."""
+    """Return (name, value) pairs that must be equal on all ranks."""
     named = {**dict(zip("qkv", qkv, strict=True)), "bias": bias}
     layouts = [(name, (tuple(x.shape), x.dtype, x.requires_grad)) for name, x in named.items()]
     return (

@@ -1,8 +1,8 @@
-"""A mesh of two axes: rows are traded for heads along the second, and along the first keys go round or are gathered.
+"""Context parallelism on a mesh of two axes: rows are traded for heads along the second, keys move along the first.
 
 Rank r of R = A B, counted along the second axis first, has the r-th part of the sequence, or the r-th head and tail.
-After the trade the B ranks of a row of the mesh have, each for its heads, that row's part or head and tail of A: the
-call of one axis with fewer heads. So a ring has A steps, and the number of heads bounds B alone.
+After the trade the B ranks of a mesh row have, each for its own heads, the row's one of A parts, or head and tail: a
+call on one axis with fewer heads. So a ring has A steps, and the number of heads limits B alone.
 
 Source: unified sequence parallelism (arXiv 2405.07719).
 """
@@ -28,15 +28,15 @@ METHODS = ("ring", "all_gather")
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """This process's ranks along each axis, and among all, of which there is no group."""
+    """This process's ranks along each axis, and among all, which have no process group."""
 
-    across: Ranks
-    inside: Ranks
+    across: Ranks  # along the first axis
+    inside: Ranks  # along the second axis
     all: Ranks
 
     @classmethod
     def of(cls, mesh: DeviceMesh, load_balancer: LoadBalancer) -> MeshAxes:
-        """Raise a ValueError that names the mesh or the load balancer."""
+        """Return the ranks of a mesh of two axes; raise a ValueError that names the mesh or the load balancer."""
         if mesh.get_coordinate() is None:
             raise ValueError(f"mesh: this process, rank {dist.get_rank()}, is not in it: {mesh}")
         if load_balancer not in BALANCERS:
@@ -50,7 +50,7 @@ class MeshAxes:
         return agreed(self.across, description)
 
     def agree(self, description: Description | None, method: str | None, failure: Exception | None) -> None:
-        """What is wrong on one rank is raised on those of its row of the mesh, and they tell the other rows."""
+        """Raise an error of one rank on all ranks of its mesh row, then on those of the other rows."""
         try:
             agree(self.inside, description, method, failure)
         except (ValueError, TypeError, NotImplementedError) as error:
@@ -58,7 +58,7 @@ class MeshAxes:
         agree(self.across, description, method, failure)
 
     def method(self, method: str, call: ShardedCall) -> str:
-        """The one that is taken across. Raise for a call that cannot be."""
+        """Return the method along the first axis; raise if the call is not supported."""
         for name, heads in (("query heads", call.sizes.H), ("key/value heads", call.sizes.Hkv)):
             if heads % self.inside.size:
                 raise ValueError(f"mesh: the {heads} {name} do not divide by the {self.inside.size} of its second axis")
@@ -69,12 +69,12 @@ class MeshAxes:
         return METHODS[0] if method == "auto" else method
 
 
-@torch.compiler.disable  # a graph break: collectives inside of an autograd.Function are nothing to trace
+@torch.compiler.disable  # a graph break: collectives in an autograd.Function cannot be traced
 def attend_on_two_axes(
     mesh: DeviceMesh, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
     options: CallOptions, unknown: dict[str, Any], **how: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``(o, lse)`` of this rank's rows."""
+    """Return ``(o, lse)`` of this rank's rows."""
     from tilewise.distributed.api import prepare
 
     axes = MeshAxes.of(mesh, load_balancer)
