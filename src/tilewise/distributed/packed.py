@@ -228,9 +228,7 @@ class PackedCall(ShardedCall):
             return "it takes no packed batches"
         if method == "all_gather":
             if self.options.dropout_p:
-                return (
-                    "dropout counts positions from the start of each sequence, and a rank has only parts of sequences"
-                )
+                return "dropout counts positions from the start of each sequence, of which a rank has only parts"
             causal = self.options.causal
             if not causal and self.options.window is not None:
                 return "a window of a packed batch is to end with the query: causal=True"

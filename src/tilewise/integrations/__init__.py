@@ -1,4 +1,4 @@
-"""tilewise inside other libraries, each in a module of its own, which importing tilewise does not import.
+"""tilewise inside other libraries: one module for each, which importing tilewise does not import.
 
-`flash_attn` and `evoformer` need no library: they have the functions of some. The others import theirs.
+`flash_attn` and `evoformer` have functions of other libraries and do not import them; the other modules import theirs.
 """

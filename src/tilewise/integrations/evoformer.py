@@ -1,7 +1,7 @@
-"""Attention of models of biological structures: functions of cuEquivariance and DeepSpeed, and AlphaFold 3's two.
+"""Attention of models of biological structures: functions of cuEquivariance, DeepSpeed and AlphaFold 3.
 
-Neither of the two libraries is imported or needed: these run wherever `tilewise.attention` does. Every bias has its
-gradient, a query that sees no key gives 0, and nothing but what a docstring says is copied. docs/structure-models.md
+The libraries are neither imported nor needed: these functions run wherever `tilewise.attention` does. Every bias has a
+gradient, a query that sees no key gives 0, and nothing is copied unless a docstring says so. docs/structure-models.md
 has recipes.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tilewise.windows.launch import Windowed
 
 _STRIDED = torch.strided
-_TILES = {"cuda": 128}  # rows of a kernel's tile of queries, where there are such kernels
+_TILES = {"cuda": 128}  # rows of a kernel's tile of queries, on devices with kernels
 
 
 def triangle_attention(
@@ -49,38 +49,37 @@ def triangle_attention(
     return_aux: bool = False,
     kv_lengths: Tensor | None = None,
 ) -> Any:
-    """``softmax(scale * q @ k.mT + bias) @ v`` over the visible keys, as ``cuequivariance_torch.triangle_attention``.
+    """Compute ``softmax(scale * q @ k.mT + bias) @ v`` like ``cuequivariance_torch.triangle_attention``.
 
     Args:
-        q: queries (B, N, H, Q, D), or (N, H, Q, D) where B is 1; float16, bfloat16, float32, or float64 (CPU). D is 1
-            to 256. Any strides.
-        k: keys (B, N, H, K, D), of q's dtype and number of dimensions.
+        q: queries (B, N, H, Q, D), or (N, H, Q, D) if B is 1; float16, bfloat16, float32, or float64 (CPU). D is 1 to
+            256. Any strides.
+        k: keys (B, N, H, K, D), in q's dtype and number of dimensions.
         v: values (B, N, H, K, Dv), likewise.
-        bias: (B, 1, H, Q, K), of 4 dimensions (1, H, Q, K), or what else broadcasts to (B, N, H, Q, K). Any float dtype
-            whatever q's is, read as it is; its gradient has its shape and dtype and is summed in float32.
-        mask: (B, N, 1, 1, K), of 4 dimensions (N, 1, 1, K), or what else broadcasts; bool, True = visible. Of another
-            dtype, as in cuEquivariance, what is not 0 is visible; it gets no gradient.
+        bias: (B, 1, H, Q, K), or with 4 dimensions (1, H, Q, K), or any shape that broadcasts to (B, N, H, Q, K). Any
+            float dtype, read without conversion; its gradient has its shape and dtype and is summed in float32.
+        mask: (B, N, 1, 1, K), or with 4 dimensions (N, 1, 1, K), or any shape that broadcasts; bool, True = visible. In
+            other dtypes, as in cuEquivariance, nonzero = visible; no gradient.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
-        return_aux: also return the logsumexp, and None where cuEquivariance has the maximum.
-        kv_lengths: in the place of a mask, for keys padded on the right: how many are visible from the first on,
-            (B, N, 1, 1, 1), or (N, 1, 1, 1) where B is 1; int32 or int64. More than K are all.
+        return_aux: also return the logsumexp, and None in place of cuEquivariance's maximum.
+        kv_lengths: instead of a mask, for keys padded on the right: the number of visible keys, (B, N, 1, 1, 1), or
+            (N, 1, 1, 1) if B is 1; int32 or int64. More than K means all.
 
     Returns:
-        (B, N, H, Q, Dv) in q's dtype, in q's order of memory: 5 dimensions, B first, where q has 4 too, as
-        cuEquivariance's. With ``return_aux`` ``(out, lse, None)``: lse (B, N, H, Q), float32 (float64 for float64
-        inputs), natural logarithm, differentiable. The third would be the maximum of each row's scores, which is not
-        kept.
+        (B, N, H, Q, Dv) in q's dtype and memory order, with 5 dimensions even if q has 4, like cuEquivariance's. With
+        ``return_aux`` ``(out, lse, None)``: lse (B, N, H, Q), float32 (float64 for float64 inputs), natural logarithm,
+        differentiable. The third would be the maximum of each row's scores, which is not kept.
 
-    A query that sees no key gives 0, zero gradients and an lse of -inf, or of 0 where ``kv_lengths`` is 0, as in
-    cuEquivariance. That puts -1e9 in place of a score that ``mask`` hides, and so gives the mean of the values where
-    the mask hides all. With B above 1 this is B calls, for the bias is shared along N and the mask is not; see
-    `tilewise.attention`. Without a copy either way.
+    A query that sees no key gives 0, zero gradients and an lse of -inf, or 0 if its ``kv_lengths`` is 0, as in
+    cuEquivariance. cuEquivariance replaces scores that ``mask`` hides by -1e9, so a fully masked row there gives the
+    mean of the values. With B above 1 this is B calls, as the bias is shared along N and the mask is not; see
+    `tilewise.attention`. Nothing is copied either way.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
 
     Source: the documentation of cuequivariance_torch.triangle_attention; AlphaFold 2 (Jumper et al., Nature 2021),
-    supplement, Algorithms 13 and 14; of the computation `tilewise.attention`.
+    supplement, Algorithms 13 and 14; for the computation `tilewise.attention`.
     """
     check_flag("return_aux", return_aux)
     _check("q", q, (4, 5), "(B, N, heads, queries, head_dim) or (N, heads, queries, head_dim)")
@@ -119,27 +118,27 @@ def _within(q: Tensor, k: Tensor, kv_lengths: Tensor) -> Tensor:
 
 
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
-    """``softmax(Q @ K.mT / sqrt(D) + biases[0] + biases[1]) @ V`` for each head, as DeepSpeed's function of this name.
+    """Compute ``softmax(Q @ K.mT / sqrt(D) + biases[0] + biases[1]) @ V`` like DeepSpeed's function of this name.
 
     Args:
         Q: queries (B, N, L, H, D), heads after the length; float16, bfloat16, float32, or float64 (CPU). D is 1 to 256
             and L any length. Any strides.
         K, V: keys and values (B, N, L, H, D) in Q's dtype.
-        biases: at most two, a list or tuple, which is left as it is. The first, that of the mask, is (B, N, 1, 1, L);
-            the second, that of the pairs, (B, 1, H, L, L). None, or one that is left out, is none. Any float dtype;
-            gradients have their shapes and dtypes and are summed in float32.
+        biases: a list or tuple of at most two, which is not changed: the mask bias, (B, N, 1, 1, L), and the pair bias,
+            (B, 1, H, L, L). Each may be None or omitted. Any float dtype; gradients have their shapes and dtypes and are
+            summed in float32.
 
     Returns:
         (B, N, L, H, D) in Q's dtype, contiguous.
 
-    Where biases hide all keys of a query by -inf, it gives 0 and zero gradients, and DeepSpeed NaN; -1e9 in place of
-    -inf is a number like any other, but in float16 it is -inf. With both biases and B above 1 this is B calls, for they
-    are shared along unlike dimensions; see `tilewise.attention`.
+    If biases hide all keys of a query by -inf, it gives 0 and zero gradients; DeepSpeed gives NaN. -1e9 in place of
+    -inf is an ordinary number, except in float16, where it is -inf. With both biases and B above 1 this is B calls, as
+    they are shared along different dimensions; see `tilewise.attention`.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
 
-    Source: deepspeed/ops/deepspeed4science/evoformer_attn.py of DeepSpeed for the shapes; of the computation
+    Source: deepspeed/ops/deepspeed4science/evoformer_attn.py of DeepSpeed for the shapes; for the computation
     `tilewise.attention`.
     """
     for name, x in (("Q", Q), ("K", K), ("V", V)):
@@ -171,19 +170,19 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
 def attention_pair_bias(
     q: Tensor, k: Tensor, v: Tensor, pair_bias: Tensor, mask: Tensor | None = None, *, scale: float | None = None
 ) -> Tensor:
-    """Attention of tokens with a bias of pairs, as in AlphaFold 3's diffusion transformer and pairformer.
+    """Compute attention of tokens with a pair bias, as in AlphaFold 3's diffusion transformer and pairformer.
 
-    Projections, the gate and what follows it are the caller's. The samples of a diffusion share the bias of their
-    structure, which is read as it is, never repeated.
+    The caller computes projections and the gate. The samples of a diffusion share the bias of their structure, which is
+    never repeated in memory.
 
     Args:
         q: queries (B, samples, H, S, D) or (B, H, S, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256.
             Any strides: (..., S, H, D) data passes by ``transpose(-3, -2)``.
-        k: keys, of q's dtype and dimensions but for their length.
+        k: keys, in q's dtype and dimensions except for their length.
         v: values, likewise, (..., S, Dv).
-        pair_bias: (B|1, H|1, S, S) for all samples, which may stand as (B|1, samples|1, H|1, S, S) too. Any float
-            dtype; its gradient has its shape and dtype and is summed in float32.
-        mask: of keys, bool, True = visible: (B|1, S), (B|1, samples|1, S), or with one dimension for each of q's, as
+        pair_bias: (B|1, H|1, S, S) for all samples, or (B|1, samples|1, H|1, S, S). Any float dtype; its gradient has
+            its shape and dtype and is summed in float32.
+        mask: of keys, bool, True = visible: (B|1, S), (B|1, samples|1, S), or with q's number of dimensions, such as
             (B, 1, 1, 1, S).
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
 
@@ -193,9 +192,9 @@ def attention_pair_bias(
     With samples and B above 1 this is B calls; see `tilewise.attention`.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
 
-    Source: AlphaFold 3 (Abramson et al., Nature 2024), supplement, Algorithm 24; of the computation
+    Source: AlphaFold 3 (Abramson et al., Nature 2024), supplement, Algorithm 24; for the computation
     `tilewise.attention`.
     """
     given = Inputs(q, k, v, pair_bias, mask)
@@ -224,7 +223,7 @@ def attention_pair_bias(
 
 
 def _mask_of_keys(mask: Tensor, full: tuple[int, ...]) -> Tensor:
-    """With as many dimensions as ``full``, that of scores."""
+    """Return the mask with as many dimensions as ``full``, the shape of scores."""
     check_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask: dtype must be bool (True = visible), got {mask.dtype}")
@@ -251,10 +250,10 @@ def window_pair_attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention in which each block of queries sees a window of keys around it, as of AlphaFold 3's atoms.
+    """Compute attention in which each block of queries sees a window of keys around it, as for AlphaFold 3's atoms.
 
-    Query i is in block ``b = i // q_block``. That sees the k_block keys from ``b * q_block - (k_block - q_block) // 2``
-    on: with 32 and 128 from 48 before the block to 48 after it.
+    Query i is in block ``b = i // q_block``, which sees the k_block keys from ``b * q_block - (k_block - q_block) //
+    2`` on: with 32 and 128, from 48 before the block to 48 after it.
 
     Args:
         q: queries (B, H, N, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256, and N any length.
@@ -262,42 +261,28 @@ def window_pair_attention(
         v: values (B, H, N, Dv) in q's dtype.
         pair_bias: (B|1, H|1, blocks, q_block, k_block), where blocks is N / q_block, rounded up: entry (b, i, j) is for
             the i-th query of block b and the j-th key of its window. Any float dtype; its gradient has its shape and
-            dtype and is summed in float32. What stands for a query or key outside the sequence is not looked at, and
-            its gradient is 0. None: no bias.
-        mask: (B|1, N), bool, True at keys that are visible.
+            dtype and is summed in float32. Entries of queries or keys outside the sequence are ignored, and their
+            gradient is 0. None: no bias.
+        mask: (B|1, N), bool, True at visible keys.
         q_block, k_block: ints, k_block not below q_block.
-        edges: "clip": what a window has outside the sequence is hidden. "shift": a window that would reach out of the
-            sequence is moved inside, so that it has k_block keys where N is not below that.
+        edges: "clip": the part of a window outside the sequence is hidden. "shift": a window that would extend beyond
+            the sequence is moved inside, so that it has k_block keys unless N is less.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
-        backend: as for `tilewise.attention`. "triton" has the kernels of windows, which None takes on a GPU; "hopper"
-            has none.
+        backend: as in `tilewise.attention`. "triton" has window kernels, which None uses on a GPU; "hopper" has none.
 
     Returns:
-        (B, H, N, Dv) in q's dtype. A query that sees no key gives 0, and what is hidden stays out, NaN too.
+        (B, H, N, Dv) in q's dtype. A query that sees no key gives 0. Hidden keys have no effect, not even NaN.
 
-    On a GPU this is one kernel each way, for blocks of up to 32 queries and windows of up to 256 keys and 32 KiB, in
-    16 bits or float32. It copies nothing but a bias whose blocks do not lie one behind the other, and adds up the
-    gradients of k and v, and of a shared bias, in float32 and in one order.
+    On a GPU the forward is one kernel, and so is the backward, for blocks of up to 32 queries and windows of up to 256
+    keys and 32 KiB, in 16 bits or float32. Only a bias whose blocks are not contiguous one after the other is copied.
+    Gradients of k and v, and of a shared bias, are summed in float32 and in one order.
 
-    Else it is `tilewise.attention`, and there are copies: k and v once, of which windows are overlapping views, or with
-    "shift" each window; q where N is no multiple of the blocks that are computed together, or where B is above 1 and
-    its heads and lengths do not lie as (H, N). On a GPU and with "clip" as many blocks as have 128 queries are one
-    block to a kernel, and the bias is copied to where that reads it: of blocks of 32 and 128 four, with 1.75 times the
-    bias's numbers. Else the bias is read as it is, or copied where N is no multiple of q_block. Where B is above 1 and
-    the bias has not all heads or lies in memory with them last, this is up to B calls; else one, in which a mask of
-    each sequence is repeated for each head. In the gradients of k and v overlapping windows are summed in float32
-    (float64 for float64 inputs) and in one order, of numbers in q's dtype.
-
-    Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
-
-    Source: AlphaFold 3 (Abramson et al., Nature 2024), supplement, Algorithm 7; of the computation
-    `tilewise.attention`.
+    Otherwise this is `tilewise.attention`, with these copies:
     """
     tensors = (q, k, v, pair_bias, mask)
     key = _key_of(tensors, (q_block, k_block, edges, scale, backend))
     known = None if key is None else _cached_windows.get(key)
-    if known is not None:  # like an earlier one, which was checked
+    if known is not None:  # an earlier call was checked
         return eager_windows(known[0], q, k, v, pair_bias, mask, known[1])
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check(name, x, (4,), "(B, heads, length, head_dim)")
@@ -321,41 +306,40 @@ def window_pair_attention(
         _check_device("mask", mask, "q", q)
     check_numbers(dropout_p=0.0, scale=scale)
     check_backend(backend)
-    q, k, v = autocast(q, k, v)  # before windows repeat them
+    q, k, v = autocast(q, k, v)  # before windows repeat elements
     geometry = Geometry(q_block, k_block, edges == "shift")
     if _by_windows(q, k, v, pair_bias, geometry, backend):
         return _windowed(q, k, v, pair_bias, mask, geometry, scale, key)
     count = 1 if pair_bias is None else _blocks_together(windows, q.device)
     if pair_bias is not None and count > 1:
-        # A mask that the bias cannot hold goes beside it.
+        # A mask that the bias cannot include is passed beside it.
         held = mask is None or mask.shape[0] in (1, pair_bias.shape[0])
         pair_bias = banded(pair_bias, windows, count, mask if held else None)
         windows, mask = windows.together(count), None if held else mask
         seen = None if mask is None else windows.visible(mask, q.device)
     else:
         seen = windows.visible(mask, q.device)
-        if pair_bias is not None and N % q_block:  # what stands for queries that there are not may be NaN
+        if pair_bias is not None and N % q_block:  # entries of absent queries may be NaN
             pair_bias = pair_bias.masked_fill(windows.absent(q.device), 0.0)
     k, v = windows.of(k, v)
     o = _attention_of_windows(q, k, v, windows, pair_bias, seen, {"scale": scale, "backend": backend})
     return o if o.shape[2] == N else o[:, :, :N]
 
 
-# --- by kernels of windows ---
+# --- by window kernels ---
 
-# A call that differs from an earlier one in nothing but its numbers: its arguments that are no tensors, and the layouts
-# of those that are, lead to what computes it.
+# Prepared launches by the layouts of the tensors and the other arguments, for calls that differ in tensor data only.
 _cached_windows: Prepared[tuple[Windowed, tuple]] = Prepared()
 _NUMBERS = (float, int, type(None))
 
 
 def _key_of(tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple | None:
-    """Of an eager call of plain tensors without autocast, all that decides how it is computed but the numbers."""
+    """Return the cache key of an eager call of plain tensors without autocast: all but their data; else None."""
     q, k, v = tensors[:3]
     q_block, k_block, edges, scale, backend = arguments
     if not (
         q is not None and k is not None and v is not None
-        # no bool, and no other type, that equals a number of an earlier call
+        # exact types: a bool or another type may equal a number of an earlier call
         and type(q_block) is type(k_block) is int and type(edges) is str and type(scale) in _NUMBERS
         and (backend is None or type(backend) is str)
         and is_eager(tensors) and not autocast_somewhere()
@@ -368,7 +352,7 @@ def _key_of(tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple | Non
 
 
 def _by_windows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, geometry: Geometry, backend: str | None) -> bool:
-    """Whether the kernels of windows compute a call: of a GPU's, or in Triton's interpreter."""
+    """True if the window kernels compute the call: on a GPU, or in Triton's interpreter."""
     asked = backend == "triton" or (q.is_cuda and backend in (None, "auto"))
     return asked and fits(q, k, v, bias, geometry) and not is_dtensor(q) and not exports_onnx()
 
@@ -377,7 +361,7 @@ def _windowed(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, geometry: Geometry,
     scale: float | None, key: tuple | None,
 ) -> Tensor:  # fmt: skip
-    """By one launch each way. key: under which to remember how, see `_key_of`."""
+    """Launch the window kernels, one each way; ``key``: the cache key of the prepared launch, see `_key_of`."""
     numbers = (1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale), *geometry)
     if bias is not None and not rows_merge(bias):
         bias, key = bias.contiguous(), None
@@ -395,8 +379,8 @@ def _windowed(
 
 
 def _blocks_together(windows: Windows, device: torch.device) -> int:
-    """How many blocks are one to a kernel, whose tiles have 128 rows. Of a GPU's: a CPU has no such tiles, and "shift"
-    has windows that do not lie evenly."""
+    """Return the number of blocks that are one block for a kernel, whose tiles have 128 rows. It is 1 on a CPU, which
+    has no such tiles, and for "shift", whose windows are not evenly spaced."""
     if windows.edges == "shift" or device.type not in _TILES:
         return 1
     return max(min(_TILES[device.type] // windows.q_block, windows.blocks), 1)
@@ -405,15 +389,15 @@ def _blocks_together(windows: Windows, device: torch.device) -> int:
 def _attention_of_windows(
     q: Tensor, k: Tensor, v: Tensor, windows: Windows, bias: Tensor | None, seen: Tensor | None, options: Any
 ) -> Tensor:
-    """(B, H, rows, Dv) of q (B, H, length, D), windows of k and v, bias (B|1, H|1, blocks, q_block, k_block) and seen
-    (B|1, blocks, k_block)."""
+    """Return o (B, H, rows, Dv) of q (B, H, length, D), windows of k and v, bias (B|1, H|1, blocks, q_block, k_block)
+    and seen (B|1, blocks, k_block)."""
     (B, H, N, D), Dv = q.shape, v.shape[-1]
     blocks, rows = windows.blocks, windows.blocks * windows.q_block
     q = q if rows == N else pad(q, (0, 0, 0, rows - N))
-    # Views only, and few of them: where blocks are short, what a call costs is the host's time.
+    # Few views and no copies: with short blocks a call costs host time.
     merges = bias is None or (bias.shape[1] == H and (H == 1 or bias.stride(1) == blocks * bias.stride(2)))
     if B == 1 and (not merges or q.stride(1) < q.stride(2)):
-        # Blocks are the batch. Of q in the order (N, H, D) o is so too, and nothing is copied.
+        # Blocks are the batch. If q is stored as (N, H, D), so is o, and nothing is copied.
         q = q.view(H, blocks, windows.q_block, D)
         q, k, v = (x.transpose(0, 1) for x in (q, k.squeeze(0), v.squeeze(0)))
         bias = None if bias is None else bias.squeeze(0).transpose(0, 1)
@@ -421,7 +405,7 @@ def _attention_of_windows(
         o = attention(q, k, v, bias=bias, mask=seen, **options)
         return o.transpose(0, 1).reshape(1, H, rows, Dv)
     if merges:
-        # Heads and blocks are heads: one call for all batch elements, whether they share the bias or not.
+        # Heads times blocks are the heads: one call for all batch elements, even if they share the bias.
         q = q.reshape(B, H * blocks, windows.q_block, D)
         k, v = (x.flatten(1, 2) for x in (k, v))
         bias = None if bias is None else bias.flatten(1, 2)
@@ -465,7 +449,7 @@ def _check_device(name: str, x: Tensor, first: str, q: Tensor) -> None:
 
 
 def _check_windows(name: str, x: Tensor, shared: tuple[int, ...], full: tuple[int, ...]) -> None:
-    """(...|1, full): what may be 1, and what may not."""
+    """Check that the shape is ``(*shared, *full)``, where dimensions of ``shared`` may be 1."""
     n = len(shared)
     if x.dim() != n + len(full) or tuple(x.shape[n:]) != full or not broadcasts(x.shape, (*shared, *full)):
         words = ", ".join([*(f"{size}|1" for size in shared), *map(str, full)])

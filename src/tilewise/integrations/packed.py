@@ -1,4 +1,4 @@
-"""Batches without padding of transformers: where their sequences begin, as the models, masks and positions say it."""
+"""Padding-free batches of transformers: where sequences begin, from a model's keywords, masks and positions."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from tilewise.spec.seqlens import Lengths
 
 
 class Sequences(NamedTuple):
-    """Where those of a batch lie in its rows, end to end, and the longest of them."""
+    """The offsets of a packed batch's sequences, and the longest numbers of queries and keys."""
 
     lengths: Lengths
     longest: tuple[int, int]
 
 
 def is_packed_form(mask: Tensor | None) -> bool:
-    """Whether it is an answer of `packed_form`."""
+    """True if the mask is a result of `packed_form`."""
     return mask is not None and mask.dtype == torch.int32 and mask.dim() < 4
 
 
 def packed_form(mask_function: Callable, local_size: int | None) -> Tensor | None:
-    """The mask of sequences that positions tell apart, which are causal or causal within a window; else None.
+    """Return the mask of causal sequences, within a window or not, that positions tell apart; None for other patterns.
 
     int32 (L, S + 1) or, with a window, (W, L, S + 1): where S sequences begin and the last one ends. The L and W rows
     are one, expanded without memory: L is the longest sequence, W the window. transformers describes the pattern by
-    nested functions, which are recognized by their names; another pattern, or one in a graph, gives None. On a GPU the
-    host waits here, once for all layers.
-    """
+    nested functions, which are recognized by name; a pattern in a graph gives None. On a GPU this synchronizes the
+    host, once for all layers."""
     parts = _variables(mask_function, "and_masks.<locals>.and_mask").get("mask_functions", ())
     if len(parts) != 2:
         return None
@@ -70,17 +69,16 @@ def _offsets(first: Tensor) -> Tensor:
 
 
 def _variables(function: Any, name: str) -> dict[str, Any]:
-    """Those of the outer function that ``function`` uses, if it is the one of this name in transformers."""
+    """Return the closure variables of ``function`` if it is transformers' function of this name, else none."""
     if getattr(function, "__qualname__", None) != name or function.__module__ != masking_utils.__name__:
         return {}
     return dict(inspect.getclosurevars(function).nonlocals)
 
 
 def sequences_of(mask: Tensor | None, kwargs: dict[str, Any]) -> Sequences | None:
-    """What a layer is told: the keywords of flash attention count before the mask; None: nothing of sequences.
+    """Return a layer's sequences, by the keywords of flash attention, else by the mask; None if neither has them.
 
-    A maximum that is a tensor is read, for which the host waits on a GPU.
-    """
+    Reading a maximum that is a tensor on a GPU synchronizes the host."""
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     cu_q, cu_k, max_q, max_k = (kwargs.get(name) for name in names)
     if cu_q is not None and cu_k is not None and max_q is not None and max_k is not None:
@@ -96,9 +94,8 @@ def positions_of(
 ) -> Tensor | None:
     """Return the position_ids of a layer, (1, M), if they may tell sequences apart, by the rule of flash_attention_2.
 
-    They may where the batch is one row, the keys are those of the queries, and the mask hides no padding. In a graph,
-    where the mask is not read, it may. shape: (B, M, N).
-    """
+    They may if the batch is one row, the keys are those of the queries, and the mask hides no padding; in a graph,
+    where the mask is not read, it may. shape: (B, M, N)."""
     positions, (batch, M, N) = kwargs.get("position_ids"), shape
     if positions is None or batch != 1 or M == 1 or M != N or tuple(positions.shape) != (1, M):
         return None
@@ -110,15 +107,14 @@ def positions_of(
     return positions if is_padding and is_tracing(positions) else None
 
 
-# What `sequences_of_positions` found in a tensor at its version, while that lives: each layer is given the same one.
+# Results of `sequences_of_positions` by tensor and version: all layers receive the same tensor.
 _found: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def sequences_of_positions(positions: Tensor) -> Sequences | None:
-    """Find the sequences of a row by its positions, (1, M): each begins at the smallest one. None: there is one alone.
+    """Find the sequences of a row by its positions, (1, M): each begins at the smallest one. None: there is only one.
 
-    On a GPU the host waits, once for all layers of a forward, and once more for the longest if there are several.
-    """
+    On a GPU this synchronizes the host, once for all layers of a forward, and once more if there are several."""
     version = None if positions.is_inference() else positions._version
     known: tuple[int | None, Sequences | None] | None = _found.get(positions)
     if known is not None and known[0] == version is not None:
@@ -134,20 +130,19 @@ def sequences_of_positions(positions: Tensor) -> Sequences | None:
 
 
 def documents_of_positions(positions: Tensor, padding: Tensor | None) -> Any:
-    """Return the mask of the same sequences for a graph, which cannot wait for their number: a TileMask or a Tensor.
+    """Return the mask of these sequences for a graph, which cannot wait for their number: a TileMask or a Tensor.
 
-    padding: (1, 1, 1, M), bool, True = a token; or None.
-    """
+    padding: (1, 1, 1, M), bool, True = a token; or None."""
     ids = (positions == positions.amin()).cumsum(-1)
     if padding is not None:
         ids = ids.masked_fill(~padding[0, 0], -1)
-    if exports_onnx() or torch.jit.is_tracing():  # neither of which takes a TileMask
+    if exports_onnx() or torch.jit.is_tracing():  # neither supports a TileMask
         return ids[:, None, :, None] == ids[:, None, None, :]
     return TileMask.documents(ids)
 
 
 def visible(lengths: Lengths, shape: tuple[int, int, int], causal: bool, window: int | None) -> Tensor:
-    """The mask (B, 1, M, N) of sequences end to end in B rows: for what has numbers for queries and keys of a row."""
+    """Return the mask (B, 1, M, N) of sequences end to end in B rows, for calls with a bias or another mask."""
     B, M, N = shape
     assert lengths.cu_q is not None
     assert lengths.cu_k is not None
@@ -162,7 +157,7 @@ def visible(lengths: Lengths, shape: tuple[int, int, int], causal: bool, window:
 
 
 def _places(offsets: Tensor, B: int, length: int) -> tuple[Tensor, Tensor]:
-    """Of each row of a batch its sequence, and its position counted from that one's end."""
+    """Return each token's sequence, and its position relative to the end of that sequence, both (B, length)."""
     ends, at = offsets[1:].contiguous(), torch.arange(B * length, device=offsets.device)
     sequence = torch.searchsorted(ends, at.to(ends.dtype), right=True)
     end = ends[sequence.clamp(max=ends.shape[0] - 1)]

@@ -1,8 +1,8 @@
-"""What goes through a model of transformers in the place of a position bias, and what becomes of it in a layer.
+"""Stand-ins for the position bias of a model of transformers, and the bias that a layer makes of them.
 
-A model makes its position bias where its parameters are, and hands it on: to its attention in the same layer, or
-through all layers. `integrations.models` puts one of these in its place, so that what travels is a table or the two
-factors of relative logits, and no tensor of queries and keys.
+A model makes its position bias where its parameters are, and passes it to its attention, in one layer or through all
+layers. `integrations.models` puts one of these in its place, so that the model passes a table, or the two factors of
+relative logits, instead of a tensor of queries and keys.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from tilewise.bias import T5Bias, relative_logits, t5_bias
 
 
 class PositionBias:
-    """In the place of a position bias: `bias` is what `tilewise.attention` takes."""
+    """A stand-in for a position bias; `bias` returns an argument of `tilewise.attention`."""
 
     def bias(self, device: torch.device, aligned: bool) -> Any:
-        """A tensor, a term or a tuple of them on ``device``. aligned: the layer's last query stands at its last key."""
+        """Return a tensor, a term or a tuple of them on ``device``. aligned: the layer's last query is at its last
+        key."""
         raise NotImplementedError
 
 
 class NoBias(PositionBias):
-    """Of cross attention in T5, where the model makes zeros of queries and keys."""
+    """The bias of T5's cross attention, where the model makes zeros of queries and keys."""
 
     def bias(self, device: torch.device, aligned: bool) -> Any:
         return ()
 
 
 class TableBias(PositionBias):
-    """T5's table of buckets. The first layer makes it, and it goes through the others.
+    """T5's table of buckets, which the first layer makes and passes to the others.
 
-    The table is what the embedding returns for each of its rows, not its parameter: what hooks and wrappers do around
-    the module (weights offloaded, sharded, or adapted) has been done then. From half precision it goes to float32
-    here, so that the gradients of all layers are added up in it.
-    """
+    The table is the embedding's output for each of its rows, not its parameter, so that hooks and wrappers of the
+    module (weights offloaded, sharded or adapted) have run. Half precision becomes float32 here, so that the gradients
+    of all layers are summed in float32."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class TableBias(PositionBias):
         start = self.term.query_start
         if table.device == device and not (isinstance(start, Tensor) and start.device != device):
             return self.term
-        # A model spread over devices: tensors that go from layer to layer are moved, and so is this.
+        # In a model spread over devices it moves with the tensors that layers pass on.
         start = start.to(device) if isinstance(start, Tensor) else start
         return t5_bias(table.to(device), self.term.bidirectional, self.term.max_distance, query_start=start)
 
 
 class RelativeLogits(PositionBias):
-    """Inkling's: ``states @ proj`` has a value of each query for each distance back to a key; beyond, it is 0.
+    """Inkling's bias ``states @ proj``: a value of each query for each distance back to a key, and 0 beyond.
 
-    Inkling scales its bias by a factor of each query, in float32: ``(position_bias.float() * tau).to(dtype)``. So
-    `float` and `to` are here, and `__mul__` scales the states, which are smaller than the product. torch.compile asks
+    Inkling scales its bias by a factor of each query, in float32: ``(position_bias.float() * tau).to(dtype)``. So this
+    class has `float` and `to`, and `__mul__` scales the states, which are smaller than the product. torch.compile calls
     `__torch_function__` for that multiplication.
 
     Args:
@@ -97,7 +97,7 @@ class RelativeLogits(PositionBias):
         return self
 
     def __mul__(self, factor: Tensor) -> RelativeLogits:
-        """By a factor of each query, (B|1, H|1, M|1, 1)."""
+        """Multiply by a factor of each query, (B|1, H|1, M|1, 1)."""
         if factor.dim() != 4 or factor.shape[3] != 1:
             raise ValueError(f"position_bias: takes a factor (B|1, H|1, M|1, 1), got shape {tuple(factor.shape)}")
         states = (self.states.float() * factor).to(self.dtype)
@@ -113,7 +113,7 @@ class RelativeLogits(PositionBias):
     def bias(self, device: torch.device, aligned: bool) -> Any:
         if aligned:
             return relative_logits(self.states, self.proj, lo=0, reverse=True)
-        # Those of a static cache count in tensors, which are not read back.
+        # With a static cache positions are tensors, which are not read back.
         query_start, key_start = self.query_positions[:1], self.key_positions[:1]
         return relative_logits(
             self.states, self.proj, lo=0, reverse=True, query_start=query_start, key_start=key_start
