@@ -1,8 +1,8 @@
-"""Attention of models of biological structures: functions of cuEquivariance, DeepSpeed and AlphaFold 3.
+"""Attention of models of biological structures: functions of cuEquivariance, DeepSpeed, and AlphaFold 3.
 
-The libraries are neither imported nor needed: these functions run wherever `tilewise.attention` does. Every bias has a
-gradient, a query that sees no key gives 0, and nothing is copied unless a docstring says so. docs/structure-models.md
-has recipes.
+cuEquivariance and DeepSpeed are neither imported nor needed: these functions run wherever `tilewise.attention` does.
+Every bias has a gradient, a query that sees no key gives 0, and nothing is copied unless a docstring says so.
+docs/structure-models.md has recipes.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
             and L any length. Any strides.
         K, V: keys and values (B, N, L, H, D) in Q's dtype.
         biases: a list or tuple of at most two, which is not changed: the mask bias, (B, N, 1, 1, L), and the pair bias,
-            (B, 1, H, L, L). Each may be None or omitted. Any float dtype; gradients have their shapes and dtypes and are
-            summed in float32.
+            (B, 1, H, L, L). Each may be None or omitted. Any float dtype; gradients have their shapes and dtypes and
+            are summed in float32.
 
     Returns:
         (B, N, L, H, D) in Q's dtype, contiguous.
@@ -172,8 +172,8 @@ def attention_pair_bias(
 ) -> Tensor:
     """Compute attention of tokens with a pair bias, as in AlphaFold 3's diffusion transformer and pairformer.
 
-    The caller computes projections and the gate. The samples of a diffusion share the bias of their structure, which is
-    never repeated in memory.
+    The caller computes projections, the gate and what follows. The samples of a diffusion share the bias of their
+    structure, which is never repeated in memory.
 
     Args:
         q: queries (B, samples, H, S, D) or (B, H, S, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256.
@@ -252,8 +252,8 @@ def window_pair_attention(
 ) -> Tensor:
     """Compute attention in which each block of queries sees a window of keys around it, as for AlphaFold 3's atoms.
 
-    Query i is in block ``b = i // q_block``, which sees the k_block keys from ``b * q_block - (k_block - q_block) //
-    2`` on: with 32 and 128, from 48 before the block to 48 after it.
+    Query i is in block ``b = i // q_block``. A block sees k_block keys, from
+    ``b * q_block - (k_block - q_block) // 2`` on: with 32 and 128, from 48 before the block to 48 after it.
 
     Args:
         q: queries (B, H, N, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256, and N any length.
@@ -278,6 +278,23 @@ def window_pair_attention(
     Gradients of k and v, and of a shared bias, are summed in float32 and in one order.
 
     Otherwise this is `tilewise.attention`, with these copies:
+
+    - k and v once, with windows as overlapping views; with "shift" each window.
+    - q, if N is not a multiple of the blocks that are computed together, or if B is above 1 and its heads and lengths
+      are not laid out as (H, N).
+    - the bias. On a GPU with "clip" as many blocks as have 128 queries are one block for a kernel, whose bias is a
+      copy: for blocks of 32 and 128, of four blocks, with 1.75 times their numbers. Otherwise it is copied only if N is
+      not a multiple of q_block.
+
+    If B is above 1 and the bias does not have all heads, or has them last in memory, this is up to B calls; otherwise
+    one, in which a mask of each sequence is repeated for each head. Gradients of k and v sum overlapping windows, whose
+    numbers are in q's dtype, in float32 (float64 for float64 inputs) and in one order.
+
+    Raises:
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
+
+    Source: AlphaFold 3 (Abramson et al., Nature 2024), supplement, Algorithm 7; for the computation
+    `tilewise.attention`.
     """
     tensors = (q, k, v, pair_bias, mask)
     key = _key_of(tensors, (q_block, k_block, edges, scale, backend))

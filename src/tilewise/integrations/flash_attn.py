@@ -1,7 +1,7 @@
-"""The door for code that imports from flash_attn 2.8: its functions, dense and packed, with its signatures and layout.
+"""Drop-in replacements for flash_attn 2.8: its functions, dense and packed, with its signatures and layout.
 
-flash-attn itself is neither imported nor needed: these run wherever `tilewise.attention` does. Each has one argument
-more, ``bias=``, by keyword. docs/flash-attn.md has the arguments in a table, and what differs.
+flash-attn itself is neither imported nor needed: these run wherever `tilewise.attention` does. Each also takes
+``bias=``, by keyword. docs/flash-attn.md has a table of the arguments, and the differences.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ def flash_attn_func(
     bias: Bias = None,
     **unknown: Any,
 ) -> Any:
-    """Attention of (batch, length, heads, head_dim) tensors, as flash-attn's function of this name computes it.
+    """Compute attention of (batch, length, heads, head_dim) tensors like flash-attn's function of this name.
 
     Args:
         q: queries (B, M, H, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256. Any strides.
         k: keys (B, N, Hkv, D) in q's dtype, where Hkv divides H (GQA, MQA).
         v: values (B, N, Hkv, Dv) in q's dtype. Dv is 1 to 256 and may differ from D.
-        dropout_p: the share of the probabilities that are dropped, 0 to 1, by numbers from torch's generator on q's
-            device, but other ones than flash-attn draws; see `tilewise.attention`. Beside softcap too.
+        dropout_p: the share of the probabilities that are dropped, 0 to 1, by torch's generator on q's device, but with
+            other numbers than flash-attn's; see `tilewise.attention`. Also with softcap.
         softmax_scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
         causal: query i sees the keys up to i + N - M (bottom-right).
-        window_size: ``(left, right)``, or an integer tensor of the two, for which the host waits on a GPU: query i sees
-            the keys from i + N - M - left to i + N - M + right. A side that is negative, or None, has no limit.
-        softcap: above 0, scores become ``softcap * tanh(score / softcap)`` before a bias is added; else they stay.
-        alibi_slopes: (H,) or (B, H), float32 as flash-attn wants them or another float dtype: adds
-            ``-slope * |i + N - M - j|`` to the score of query i and key j. Slopes that require grad get a gradient.
-        deterministic: True: equal inputs give bitwise equal gradients. False is no wish: what
-            ``torch.use_deterministic_algorithms`` says.
-        return_attn_probs: also return the logsumexp, and None where flash-attn has the probabilities.
-        bias: what `tilewise.attention` takes as ``bias``, broadcastable to (B, H, M, N): heads before the lengths,
-            unlike q. It is added beside the slopes, and has a gradient.
+        window_size: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right. A negative
+            side, or None, has no limit. An integer tensor of the two on a GPU synchronizes the host.
+        softcap: above 0, scores become ``softcap * tanh(score / softcap)`` before a bias is added; else unchanged.
+        alibi_slopes: (H,) or (B, H), float32 as in flash-attn or another float dtype: adds ``-slope * |i + N - M - j|``
+            to the score of query i and key j. Slopes that require grad get a gradient.
+        deterministic: True: equal inputs give bitwise equal gradients. False: ``torch.use_deterministic_algorithms``
+            decides.
+        return_attn_probs: also return the logsumexp, and None in place of flash-attn's probabilities.
+        bias: like ``bias`` of `tilewise.attention`, broadcastable to (B, H, M, N): heads before the lengths, unlike
+            q. It is added with the slopes, and has a gradient.
 
     Returns:
         out (B, M, H, Dv) in q's dtype. With ``return_attn_probs`` ``(out, softmax_lse, None)``: softmax_lse (B, H, M),
         float32 (float64 for float64 inputs), natural logarithm, differentiable. The third, S_dmask in flash-attn, would
-        be the matrix of probabilities, which is never formed. A query that sees no key gives out = 0 and zero
-        gradients as in flash-attn, and softmax_lse = -inf, where flash-attn has +inf.
+        be the matrix of probabilities, which is never formed. A query that sees no key gives out = 0 and zero gradients
+        as in flash-attn, and softmax_lse = -inf, where flash-attn has +inf.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
 
-    Source: flash_attn/flash_attn_interface.py of flash-attn 2.8 for the signature and what it means; of the computation
+    Source: flash_attn/flash_attn_interface.py of flash-attn 2.8 for the signature and its meaning; for the computation
     `tilewise.attention`.
     """
     if unknown:
@@ -100,14 +100,13 @@ def flash_attn_kvpacked_func(
     bias: Bias = None,
     **unknown: Any,
 ) -> Any:
-    """`flash_attn_func` of keys and values in one tensor, which gets its gradient in one piece.
+    """Compute `flash_attn_func` of keys and values in one tensor, which gets its gradient in one piece.
 
     Args:
         q: queries (B, M, H, D).
-        kv: keys and values (B, N, 2, Hkv, D) in q's dtype; views of it are read, nothing is copied.
+        kv: keys and values (B, N, 2, Hkv, D) in q's dtype; read as views, without a copy.
 
-    The others, what is returned and raised, and the source: those of `flash_attn_func`.
-    """
+    Other arguments, results, errors and the source: see `flash_attn_func`."""
     if unknown:
         raise unexpected("flash_attn_kvpacked_func", unknown)
     k, v = _unpacked("kv", kv, "(batch, seqlen, 2, heads, head_dim)")
@@ -133,13 +132,12 @@ def flash_attn_qkvpacked_func(
     bias: Bias = None,
     **unknown: Any,
 ) -> Any:
-    """`flash_attn_func` of queries, keys and values in one tensor, which gets its gradient in one piece.
+    """Compute `flash_attn_func` of queries, keys and values in one tensor, which gets its gradient in one piece.
 
     Args:
-        qkv: (B, M, 3, H, D); views of it are read, nothing is copied.
+        qkv: (B, M, 3, H, D); read as views, without a copy.
 
-    The others, what is returned and raised, and the source: those of `flash_attn_func`.
-    """
+    Other arguments, results, errors and the source: see `flash_attn_func`."""
     if unknown:
         raise unexpected("flash_attn_qkvpacked_func", unknown)
     q, k, v = _unpacked("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)")
@@ -172,34 +170,34 @@ def flash_attn_varlen_func(
     bias: Bias = None,
     **unknown: Any,
 ) -> Any:
-    """Attention of sequences that lie end to end, without padding, each of which sees itself alone.
+    """Compute attention of packed sequences without padding, each of which sees itself alone.
 
     Args:
         q: queries (total_q, H, D).
         k: keys (total_k, Hkv, D) in q's dtype.
         v: values (total_k, Hkv, Dv) in q's dtype.
-        cu_seqlens_q: (B + 1,), int32 as flash-attn wants it or int64, on q's device: where the queries of each sequence
-            begin, and the end of the last; it begins with 0.
-        cu_seqlens_k: the same of the keys.
-        max_seqlen_q, max_seqlen_k: the length of the longest sequence or more: ints, or integer tensors of no
-            dimensions, for which the host waits on a GPU.
-        causal, window_size, alibi_slopes: counted in each sequence from its own last query and key; slopes (B, H) are
-            those of each sequence.
-        block_table: None: keys and values in pages are not implemented.
-        bias: what `tilewise.varlen_attention` takes as ``bias``, for example (B, H, max_seqlen_q, max_seqlen_k), or a
-            number for each key, (H, total_k).
+        cu_seqlens_q: (B + 1,), int32 as in flash-attn or int64, on q's device: where the queries of each sequence
+            begin, from 0, and the end of the last.
+        cu_seqlens_k: likewise for the keys.
+        max_seqlen_q, max_seqlen_k: the length of the longest sequence or more: ints, or integer tensors without
+            dimensions, which synchronize the host on a GPU.
+        causal, window_size, alibi_slopes: relative to each sequence's own last query and key; slopes (B, H) are per
+            sequence.
+        block_table: None: paged keys and values are not implemented.
+        bias: like ``bias`` of `tilewise.varlen_attention`, for example (B, H, max_seqlen_q, max_seqlen_k), or a number
+            for each key, (H, total_k).
 
-    The others are those of `flash_attn_func`.
+    Other arguments: see `flash_attn_func`.
 
     Returns:
-        out (total_q, H, Dv) in q's dtype. With ``return_attn_probs`` ``(out, softmax_lse, None)``, softmax_lse being
-        (H, total_q); otherwise as of `flash_attn_func`.
+        out (total_q, H, Dv) in q's dtype. With ``return_attn_probs`` ``(out, softmax_lse, None)``, where softmax_lse is
+        (H, total_q); otherwise as in `flash_attn_func`.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
         NotImplementedError: a block_table.
 
-    Source: as of `flash_attn_func`; `tilewise.varlen_attention`.
+    Source: see `flash_attn_func`; `tilewise.varlen_attention`.
     """
     if unknown:
         raise unexpected("flash_attn_varlen_func", unknown)
@@ -235,14 +233,13 @@ def flash_attn_varlen_kvpacked_func(
     bias: Bias = None,
     **unknown: Any,
 ) -> Any:
-    """`flash_attn_varlen_func` of keys and values in one tensor, which gets its gradient in one piece.
+    """Compute `flash_attn_varlen_func` of keys and values in one tensor, which gets its gradient in one piece.
 
     Args:
         q: queries (total_q, H, D).
-        kv: keys and values (total_k, 2, Hkv, D) in q's dtype; views of it are read, nothing is copied.
+        kv: keys and values (total_k, 2, Hkv, D) in q's dtype; read as views, without a copy.
 
-    The others, what is returned and raised, and the source: those of `flash_attn_varlen_func`.
-    """
+    Other arguments, results, errors and the source: see `flash_attn_varlen_func`."""
     if unknown:
         raise unexpected("flash_attn_varlen_kvpacked_func", unknown)
     k, v = _unpacked("kv", kv, "(total_k, 2, heads, head_dim)")
@@ -271,14 +268,14 @@ def flash_attn_varlen_qkvpacked_func(
     bias: Bias = None,
     **unknown: Any,
 ) -> Any:
-    """`flash_attn_varlen_func` of queries, keys and values in one tensor, which gets its gradient in one piece.
+    """Compute `flash_attn_varlen_func` of queries, keys and values in one tensor, which gets its gradient in one piece.
 
     Args:
-        qkv: (total, 3, H, D); views of it are read, nothing is copied.
-        cu_seqlens: (B + 1,), of queries and keys alike.
+        qkv: (total, 3, H, D); read as views, without a copy.
+        cu_seqlens: (B + 1,), for queries and keys.
         max_seqlen: int, the length of the longest sequence or more.
 
-    The others, what is returned and raised, and the source: those of `flash_attn_varlen_func`.
+    Other arguments, results, errors and the source: see `flash_attn_varlen_func`.
     """
     if unknown:
         raise unexpected("flash_attn_varlen_qkvpacked_func", unknown)
@@ -292,11 +289,11 @@ def flash_attn_varlen_qkvpacked_func(
     return _varlen(tensors, lengths, options)
 
 
-# --- the six of them ---
+# --- shared by the six functions ---
 
 
 class _Tensors(NamedTuple):
-    """Queries, keys and values in flash-attn's layout, and the arguments that they came as."""
+    """Queries, keys and values in flash-attn's layout, and the names of their arguments."""
 
     q: Tensor
     k: Tensor
@@ -305,7 +302,7 @@ class _Tensors(NamedTuple):
 
 
 class _Lengths(NamedTuple):
-    """Where the sequences of a packed batch lie, and the arguments that this came as."""
+    """The offsets and longest lengths of a packed batch, and the names of their arguments."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -315,7 +312,7 @@ class _Lengths(NamedTuple):
     max_name: str = "max_seqlen_q"
 
     def check(self, q: Tensor) -> None:
-        """Raise for what has no number of sequences, or what `tilewise.varlen_attention` would name otherwise."""
+        """Raise errors that `tilewise.varlen_attention` would name differently, or for lack of a batch size."""
         cu_seqlens, longest = self.cu_seqlens_q, self.max_seqlen_q
         check_tensor(self.cu_name, cu_seqlens)
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -332,7 +329,7 @@ class _Lengths(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """The arguments that are no queries, keys or values, as they came."""
+    """The arguments other than queries, keys and values, unchanged."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -345,7 +342,7 @@ class _Options(NamedTuple):
     bias: Bias
 
     def keywords(self, batch: int, q: Tensor) -> dict[str, Any]:
-        """Those of `tilewise.attention`, which checks what has the same name and meaning there."""
+        """Return the keywords of `tilewise.attention`, which checks those of equal name and meaning."""
         for name in ("causal", "deterministic", "return_attn_probs"):
             check_flag(name, getattr(self, name))
         scale, softcap = self.softmax_scale, self.softcap
@@ -393,12 +390,12 @@ def _varlen(tensors: _Tensors, lengths: _Lengths, options: _Options) -> Any:
 
 
 def _rows_first(o: Tensor) -> Tensor:
-    """(B, H, M, Dv) as (B, M, H, Dv), contiguous as flash-attn's: callers take views of it."""
+    """Return (B, H, M, Dv) as (B, M, H, Dv), contiguous like flash-attn's output: callers take views of it."""
     return o.transpose(1, 2).contiguous()
 
 
 def _unpacked(name: str, x: Tensor, layout: str) -> Sequence[Tensor]:
-    """The tensors in ``x``, along the axis that ``layout`` has a number for. Of their gradients one is stacked."""
+    """Return the tensors in ``x``, along the axis with a number in ``layout``; autograd stacks their gradients."""
     check_tensor(name, x)
     axes = layout.strip("()").split(", ")
     at = next(i for i, axis in enumerate(axes) if axis.isdigit())
@@ -408,7 +405,7 @@ def _unpacked(name: str, x: Tensor, layout: str) -> Sequence[Tensor]:
 
 
 def _check_tensors(tensors: _Tensors, layout: str) -> None:
-    """Raise for what `tilewise.attention` would refuse by other names, or by the shapes of its own layout."""
+    """Raise errors that `tilewise.attention` would name differently, or by shapes in its own layout."""
     q, k, v, names = tensors
     axes = layout.count(",") + 1
     for name, x in zip(names, (q, k, v), strict=True):
@@ -440,7 +437,7 @@ def _check_number(name: str, x: object) -> None:
 
 
 def _window(window_size: Sequence[int | None]) -> tuple[int | None, int | None] | None:
-    """As `tilewise.attention` takes it: None is no limit."""
+    """Return the window in the form of `tilewise.attention`: None is no limit."""
     window_size = plain_ints(window_size)
     if not isinstance(window_size, tuple) or len(window_size) != 2:
         raise TypeError(f"window_size: expected a pair (left, right) of ints, -1 for no limit, got {window_size!r}")
@@ -455,7 +452,7 @@ def _window(window_size: Sequence[int | None]) -> tuple[int | None, int | None] 
 
 
 def _with_slopes(bias: Bias, slopes: Tensor | None, batch: int, q: Tensor) -> Bias:
-    """The bias, and ALiBi's beside it."""
+    """Return the bias together with ALiBi's."""
     if slopes is None:
         return bias
     check_tensor("alibi_slopes", slopes)

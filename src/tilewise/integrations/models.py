@@ -1,8 +1,8 @@
-"""Models of transformers that make a position bias of queries and keys, and what hands its parts to tilewise instead.
+"""Replacements in models of transformers that make a position bias of queries and keys: tilewise gets its components.
 
-A replacement stands on the instance, in the place of one method of a module: of the one that makes the bias where the
-model calls AttentionInterface (Inkling, T5), else of the attention itself (Bloom, DeBERTa-v2, MPT). It acts while the
-model's attn_implementation is "tilewise", else the module's class does. No parameter moves or changes its name.
+A replacement is set on a module instance for one method: the one that makes the bias if the model calls
+AttentionInterface (Inkling, T5), else the attention itself (Bloom, DeBERTa-v2, MPT). It acts while the model's
+attn_implementation is "tilewise"; otherwise the class's method runs. Parameters keep their places and names.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def _active(config: PreTrainedConfig) -> bool:
 
 
 def _own(module: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
-    """What the module's class does."""
+    """Call the method of the module's class."""
     return getattr(type(module), method)(module, *args, **kwargs)
 
 
 def _cache(past_key_values: Any, cache: Any) -> Any:
-    """By either name: transformers 5.24 calls it ``cache``, and passes it by that name."""
+    """Return the cache by either name: transformers 5.24 passes it as ``cache``."""
     return cache if past_key_values is None else past_key_values
 
 
 def _attend(*args: Any, **kwargs: Any) -> Tensor:
-    """(B, M, H * Dv) by what is registered as "tilewise", of the arguments of `attention_forward`."""
+    """Return (B, M, H * Dv) from the function registered as "tilewise"; arguments are those of `attention_forward`."""
     return AttentionInterface()[NAME](*args, **kwargs)[0].flatten(2)
 
 
@@ -51,12 +51,12 @@ def _attend(*args: Any, **kwargs: Any) -> Tensor:
 def _inkling_relative_logits(
     module: Any, config: PreTrainedConfig, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor
 ) -> Any:
-    """The two factors of the bias, where InklingRelativeLogits gathers (B, H, M, N) from their product."""
+    """Return the two factors of the bias, where InklingRelativeLogits gathers (B, H, M, N) from their product."""
     if not _active(config):
         return _own(module, "forward", relative_states, query_positions, key_positions)
     proj = module.proj
     if torch.is_autocast_enabled(relative_states.device.type):
-        proj = proj.to(relative_states.dtype)  # as the product of both would do
+        proj = proj.to(relative_states.dtype)  # as their matmul under autocast
     return RelativeLogits(relative_states.transpose(1, 2), proj, query_positions, key_positions)
 
 
@@ -71,7 +71,7 @@ def _t5_compute_bias(
     device: torch.device | None = None,
     past_seen_tokens: int | Tensor = 0,
 ) -> Any:
-    """The table, where T5Attention looks up (1, H, M, N)."""
+    """Return the table, where T5Attention looks up (1, H, M, N)."""
     if not _active(config):
         return _own(module, "compute_bias", query_length, key_length, device, past_seen_tokens)
     start = past_seen_tokens
@@ -81,7 +81,7 @@ def _t5_compute_bias(
         module.relative_attention_num_buckets,
         not module.is_decoder,
         module.relative_attention_max_distance,
-        # Where the last query stands at the last key, as always but with a static cache, nothing need be said.
+        # None if the last query is at the last key, as always except with a static cache.
         None if not isinstance(start, Tensor) and start + query_length == key_length else start,
     )
 
@@ -98,7 +98,7 @@ def _t5_attention(
     cache: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Cross attention without its (1, H, M, N) of zeros."""
+    """Run T5Attention, with cross attention without its (1, H, M, N) of zeros."""
     past_key_values = _cache(past_key_values, cache)
     if _active(config) and position_bias is None and not module.has_relative_attention_bias:
         position_bias = NoBias()
@@ -116,7 +116,7 @@ def _umt5_attention(
     cache: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Cross attention without its (1, H, M, N) of zeros: what UMT5Attention does, and no bias."""
+    """Run UMT5Attention, with cross attention without its (1, H, M, N) of zeros."""
     past_key_values = cache = _cache(past_key_values, cache)
     if not _active(config) or module.has_relative_attention_bias:
         return _own(module, "forward", hidden_states, encoder_hidden_states, past_key_values, attention_mask, **kwargs)
@@ -159,7 +159,7 @@ def _mpt_slopes(
     alibi_bias_max: int = 8,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The slopes (H,), where MptModel makes (H, 1, max_seq_len): those of its own, read off at a distance of one."""
+    """Return the slopes (H,), where MptModel makes (H, 1, max_seq_len): its own, read at a distance of one."""
     if not _active(config):
         return _own(module, "build_mpt_alibi_tensor", num_heads, sequence_length, alibi_bias_max, device)
     return -_own(module, "build_mpt_alibi_tensor", num_heads, 2, alibi_bias_max, device)[:, 0, 0]
@@ -176,7 +176,7 @@ def _mpt_attention(
     cache: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """MptAttention's. Where the first query stands does not count: a constant in a row of scores."""
+    """Run MptAttention. The first query's position does not matter: it adds a constant to a row of scores."""
     past_key_values = _cache(past_key_values, cache)
     if not _active(config):
         return _own(module, "forward", hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
@@ -206,7 +206,7 @@ def _bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """BloomAttention's. Its ALiBi counts the tokens that are no padding, so it goes in as it is: a number a key."""
+    """Run BloomAttention. Its ALiBi counts only tokens without padding, so it is passed unchanged: a number per key."""
     if not _active(config):
         return _own(
             module, "forward", hidden_states, residual, alibi, attention_mask, layer_past, use_cache,
@@ -235,7 +235,7 @@ def _check_bloom(module: Any) -> None:
 
 
 def _deberta_mask(module: Any, config: PreTrainedConfig, attention_mask: Tensor) -> Tensor | None:
-    """(B, 1, 1, N), where DebertaV2Encoder makes (B, 1, N, N): what padding attends to is nobody's business."""
+    """Return (B, 1, 1, N), where DebertaV2Encoder makes (B, 1, N, N): the output at padding does not matter."""
     if not _active(config) or attention_mask.dim() > 2:
         return _own(module, "get_attention_mask", attention_mask)
     mask = attention_mask.bool()
@@ -251,7 +251,7 @@ def _deberta_entries(
     query_states: Tensor | None = None,
     relative_pos: Tensor | None = None,
 ) -> Tensor | None:
-    """The embedding of each distance in (L,), where DebertaV2Encoder makes (1, M, N); None where they are all there."""
+    """Return each distance's bucket, (L,), where DebertaV2Encoder makes (1, M, N); None if each has its own."""
     if not _active(config):
         return _own(module, "get_rel_pos", hidden_states, query_states, relative_pos)
     if relative_pos is not None:
@@ -273,7 +273,7 @@ def _deberta_attention(
     relative_pos: Tensor | None = None,
     rel_embeddings: Tensor | None = None,
 ) -> Any:
-    """DisentangledSelfAttention's: content to position and position to content as values by distance."""
+    """Run DisentangledSelfAttention; content to position and position to content are relative-position values."""
     if not _active(config):
         return _own(
             module, "forward", hidden_states, attention_mask, output_attentions, query_states, relative_pos,
@@ -294,7 +294,7 @@ def _deberta_attention(
                 projection = module.key_proj if way == "c2p" else module.query_proj
             else:
                 projection = module.pos_key_proj if way == "c2p" else module.pos_query_proj
-            # Scaled here, where it is small: the values have a row for each query or key.
+            # Scaled here because it is small: the values have a row for each query or key.
             profiles = _heads(projection(embeddings[None]), heads) * scaling
             values = torch.matmul(content, profiles.mT)
             lo = -span if relative_pos is None else -module.max_relative_positions
@@ -310,11 +310,11 @@ def _deberta_attention(
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """(B, M, H * D) as (B, H, M, D)."""
+    """Return (B, M, H * D) as (B, H, M, D)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-# --- which modules they belong to ---
+# --- modules with replacements ---
 
 _T5: dict[str, Method] = {"forward": _t5_attention, "compute_bias": _t5_compute_bias}
 
@@ -334,13 +334,13 @@ _REPLACEMENTS: dict[str, dict[str, Method]] = {
     "modeling_deberta_v2.DisentangledSelfAttention": {"forward": _deberta_attention},
 }
 _CHECKS = {"modeling_bloom.BloomAttention": _check_bloom}
-# Those that compute their attention by themselves: what is replaced here is the attention.
+# Models that compute their attention by themselves: the attention is replaced.
 _OWN_ATTENTION = ("modeling_bloom.", "modeling_deberta_v2.", "modeling_mpt.")
 FAMILIES = "Bloom, DeBERTa-v2, Inkling, Inkling-2, MPT, mT5, Pop2Piano, Switch Transformers, T5 and UMT5"
 
 
 def known_class(cls: type) -> str | None:
-    """``file.Class`` of the class, its own or inherited, that has replacements; None where there is none."""
+    """Return ``file.Class`` of the class or a base that has replacements; None if there is none."""
     for base in cls.__mro__:
         name = f"{base.__module__.rpartition('.')[2]}.{base.__qualname__}"
         if base.__module__.startswith("transformers.models.") and name in _REPLACEMENTS:
@@ -349,15 +349,15 @@ def known_class(cls: type) -> str | None:
 
 
 def computes_attention(name: str) -> bool:
-    """Whether the replacements of ``name`` are for a model that does not call AttentionInterface."""
+    """True if the replacements of ``name`` are for a model that does not call AttentionInterface."""
     return name.startswith(_OWN_ATTENTION)
 
 
 def modules_to_replace(model: nn.Module) -> Iterator[tuple[nn.Module, str, PreTrainedConfig]]:
-    """Each module that has replacements, which class they are for, and the config of the model that it belongs to.
+    """Yield each module that has replacements, the name of their class, and the config of the module's model.
 
     Raises:
-        ValueError: a setting that its replacement does not know.
+        ValueError: a setting that a replacement does not support.
     """
     modules: list[tuple[nn.Module, PreTrainedConfig | None]] = [(model, None)]
     while modules:
@@ -373,13 +373,13 @@ def modules_to_replace(model: nn.Module) -> Iterator[tuple[nn.Module, str, PreTr
 
 
 def replace(module: nn.Module, name: str, config: PreTrainedConfig) -> None:
-    """Put the replacements of ``name`` on the instance; once.
+    """Set the replacements of ``name`` on the instance, once.
 
     Raises:
-        ValueError: another has replaced the method on this instance.
+        ValueError: other code has replaced the method on this instance.
     """
     for method, function in _REPLACEMENTS[name].items():
-        # accelerate's hooks have put theirs there, and call what was there before by this name.
+        # accelerate's hooks replace forward, and call the earlier one by this name.
         place = "_old_forward" if method == "forward" and "_old_forward" in vars(module) else method
         there = vars(module).get(place)
         if isinstance(there, functools.partial) and there.func is function:

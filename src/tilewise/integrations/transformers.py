@@ -1,67 +1,66 @@
-"""Hugging Face transformers: ``register()`` once, then load any model with ``attn_implementation="tilewise"``.
+"""Hugging Face transformers: call ``register()`` once, then load models with ``attn_implementation="tilewise"``.
 
     import tilewise.integrations.transformers
     tilewise.integrations.transformers.register()
     model = AutoModel.from_pretrained(..., attn_implementation="tilewise")
 
 Every model that calls transformers' AttentionInterface runs: encoders, decoders with their caches, sliding windows,
-softcaps, attention sinks (gpt-oss, Inkling-2), and T5 and Inkling, whose position bias goes in as ``bias`` and gets its
-gradient. They make it as a tensor of queries and keys. `use_bias_terms` is for models with such a bias:
+softcaps, attention sinks (gpt-oss, Inkling-2), and T5 and Inkling, whose position bias is passed as ``bias`` and gets
+its gradient. They make it as a tensor of queries and keys; with `use_bias_terms` they pass its components, and neither
+they nor tilewise make that tensor:
 
     model = use_bias_terms(AutoModel.from_pretrained(...))
 
-From then on they hand over what the bias is made of, and neither they nor tilewise make that tensor.
-
 Some models do not call it (Bloom, DeBERTa, Falcon, GPT-J, MPNet, Swin v2 and others). transformers accepts every
-registered name for them; they compute their attention by themselves all the same, or raise a bare KeyError. Here each
-of them is refused while it is made, by a ValueError that says which model it is and what to use. How it is found:
+registered name for them, but they compute their attention by themselves, or raise a bare KeyError. Here such a model is
+refused while it is made, by a ValueError that names the model and an alternative. It is found
 
     by its modules       A module calls the interface if a method of its class names an AttentionInterface. A model is
                          refused if it has attention modules and no module in it, submodels included, calls the
                          interface. Attention modules are those with "Attention" or "Attn" in the name of their class,
-                         and nn.MultiheadAttention. Deformable attention is none: it samples points and has no scores.
+                         and nn.MultiheadAttention; but not deformable attention, which samples points, without scores.
     by its dictionaries  Falcon, GPT-J, SAM and others look attn_implementation up in a dictionary of attention classes.
                          Each of those in the file of a model gets an entry that raises, before the layers are made.
 
 `use_bias_terms` runs some of them: Bloom, DeBERTa-v2 and MPT.
 
-A submodel is checked by itself. So Gemma3n is refused as a whole: its audio encoder is. Name the parts that can run:
+A submodel is checked by itself, and Gemma3n is refused because its audio encoder is. Name the parts that can run:
 ``attn_implementation={"text_config": "tilewise"}``.
 
-transformers has no hook for this, so `register` replaces two methods of PreTrainedModel by ones that check, then do
-what they did: ``get_correct_attn_implementation``, called before the layers are made and by set_attn_implementation,
-and ``post_init``, called after. They check nothing under another attn_implementation. `unregister` undoes everything.
+transformers has no hook for this, so `register` replaces two methods of PreTrainedModel by ones that check, then call
+the original: ``get_correct_attn_implementation``, called before the layers are made and by set_attn_implementation, and
+``post_init``, called after. They check nothing under another attn_implementation. `unregister` undoes everything.
 
-What a mask means here. transformers asks `attention_mask` once for all layers of a kind, and hands its answer to
-`attention_forward` in each layer:
+Masks: transformers calls `attention_mask` once for all layers of a kind, and passes the result to `attention_forward`
+in each layer:
 
-    None               nothing to hide but what causality hides, if the layer is causal
-    bool (B, N|1)      causal, and these keys are tokens, not padding; one column says that all of them are
-    bool (B|1, W, N|1) the same within a window: query i sees itself and the W - 1 keys before it. The W rows are one
-                       row, expanded without memory: their number alone counts
+    None               hides nothing but what causality hides, if the layer is causal
+    bool (B, N|1)      causal; True at tokens, False at padding; one column: all keys are tokens
+    bool (B|1, W, N|1) likewise within a window: query i sees itself and the W - 1 keys before it. The W rows are one
+                       row, expanded without memory; only their number counts
     int32 (L, S + 1) or (W, L, S + 1)
                        S sequences end to end, causal, and within a window of W: where each begins, see `packed`
-    (B, 1|H, 1|M, N)   the whole truth, causality and window included: bool, True = attend, or floating, added
+    (B, 1|H, 1|M, N)   the complete mask, causality and window included: bool, True = attend, or floating, added
 
 In all but the last, causality and window stay numbers: no (M, N) mask is made, and tiles that they hide are skipped.
 
-Batches without padding, several sequences in a row, take the packed path, `tilewise.varlen_attention`, and make no mask
-of (M, N). What says where sequences begin:
+Batches without padding, several sequences in a row, use `tilewise.varlen_attention`, without a mask of (M, N). Their
+sequences are given by
 
     cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
                        keywords of the model, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives them.
-                       They count always, and on a GPU nobody waits for them
+                       They always count, without host synchronization on a GPU
     position_ids       that restart, in a batch of one row, by the rule of flash_attention_2: in decoders and encoders,
-                       without a cache or with one that was empty, where the attention_mask hides no padding; each
-                       sequence begins at the smallest position. On a GPU the host waits once a forward, and once more
-                       if there are several sequences. In a batch of several rows, as in transformers' sdpa, they count
-                       where there is neither a cache (use_cache=False) nor an attention_mask
+                       without a cache or with one that was empty, if the attention_mask hides no padding; each
+                       sequence begins at the smallest position. On a GPU this synchronizes the host once a forward, and
+                       once more if there are several sequences. In a batch of several rows, as in transformers' sdpa,
+                       they count if there is neither a cache (use_cache=False) nor an attention_mask
 
-Positions say nothing where the cache holds earlier keys, in cross attention, and beside a mask of four dimensions, as
-chunks and static caches need: pass the keywords there.
+Positions are ignored if the cache holds earlier keys, in cross attention, and with a mask of four dimensions, as chunks
+and static caches need: pass the keywords there.
 
-Beside a position bias, padding or a mask of four dimensions a mask of (M, N) is made all the same. In a graph, of
-torch.compile or of CUDA, positions become a `tilewise.TileMask`, or where transformers itself reads them, such a mask.
+With a position bias, padding or a mask of four dimensions a mask of (M, N) is made nevertheless. In a graph, of
+torch.compile or of CUDA, positions become a `tilewise.TileMask`, or if transformers itself reads them, such a mask.
 """
 
 from __future__ import annotations
@@ -91,24 +90,24 @@ from tilewise.integrations import models, packed
 from tilewise.integrations.models import NAME
 from tilewise.integrations.position_bias import PositionBias
 
-# Below the logger of transformers: transformers.logging.set_verbosity and TRANSFORMERS_VERBOSITY count for it too.
+# Below transformers' logger, so that transformers.logging.set_verbosity and TRANSFORMERS_VERBOSITY apply.
 _logger = logging.get_logger(f"transformers.{NAME}")
 
-# What some models pass to change the result, and tilewise.attention does not compute.
+# Arguments of some models that change the result, and that tilewise.attention does not support.
 _UNSUPPORTED = {
     "indices": "sparse attention by token indices",
     "block_indices": "sparse attention by block indices",
     "cache": "the paged cache of continuous batching",
 }
 
-# Models whose layers take the mask to have four dimensions, and crop it to the keys: they get the last of its forms.
+# Models whose layers crop a mask of four dimensions to the keys: they get this form.
 _CROP_THE_MASK = {"pix2struct_text_model"}
-# Models that convert the mask, so that None will not do.
+# Models that convert the mask, which must not be None.
 _CONVERT_THE_MASK = {"mpt"}
 
 
 def register() -> None:
-    """Make ``attn_implementation="tilewise"`` known to transformers. Calling it again changes nothing."""
+    """Register ``attn_implementation="tilewise"`` with transformers. Calling it again changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     if not _replaced:
@@ -119,7 +118,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Leave transformers as it was before `register`. Models made with "tilewise" no longer run."""
+    """Restore transformers as it was before `register`. Models made with "tilewise" no longer run."""
     AttentionInterface._global_mapping.pop(NAME, None)
     AttentionMaskInterface._global_mapping.pop(NAME, None)
     while _replaced:
@@ -129,19 +128,19 @@ def unregister() -> None:
 
 
 def use_bias_terms(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model hand tilewise the parts of its position bias, so that no tensor of queries and keys is made of them.
+    """Make a model pass the components of its position bias to tilewise, not a tensor of queries and keys.
 
-    - Bloom, MPT: ALiBi, as it is, a number a key; and by its slopes
-    - DeBERTa-v2: content to position and position to content, as values of each query and each key by distance
+    - Bloom: ALiBi, unchanged, as a number per key. MPT: ALiBi by its slopes
+    - DeBERTa-v2: content to position and position to content, as values of each query and key by relative position
     - Inkling, Inkling-2: relative states and profiles, whose product has a value of each query for each distance
     - T5, mT5, UMT5, Pop2Piano, Switch Transformers: the table of buckets, also in decoding with a cache; cross
       attention gets no zeros
 
     Methods of modules are replaced on this model alone; calling it again changes nothing. It calls `register` and sets
-    the model's attn_implementation to "tilewise", and while that stands the replacements act:
-    ``model.set_attn_implementation("eager")`` gives T5 and Inkling their own code back, and
-    ``model.config._attn_implementation = "eager"`` the others, which do not support the former. Parameters stay where
-    they are, with their names: checkpoints are the same. Tables of half precision are indexed in float32.
+    the model's attn_implementation to "tilewise". To restore the original code, call
+    ``model.set_attn_implementation("eager")`` for T5 and Inkling; the others do not support that, so set
+    ``model.config._attn_implementation = "eager"``. Parameters keep their places and names: checkpoints are unchanged.
+    Tables of half precision are indexed in float32.
 
     Args:
         model: made with any attn_implementation that it supports; with "tilewise" too if it calls AttentionInterface.
@@ -150,9 +149,9 @@ def use_bias_terms(model: PreTrainedModel) -> PreTrainedModel:
         The model.
 
     Raises:
-        TypeError: no PreTrainedModel.
-        ValueError: a model without a module that is known here, by name; a setting that is not known; a method that
-            another has replaced; a part that "tilewise" cannot run, as `register` refuses it.
+        TypeError: the model is not a PreTrainedModel.
+        ValueError: no module of the model is known here by name; a setting is not supported; other code has replaced a
+            method; or "tilewise" cannot run a part, see `register`.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a PreTrainedModel of transformers, got {type(model).__name__}")
@@ -165,7 +164,7 @@ def use_bias_terms(model: PreTrainedModel) -> PreTrainedModel:
     register()
     for module, name, config in found:
         models.replace(module, name, config)
-    # Nothing acts before this.
+    # The replacements act from here on.
     for _, name, config in found:
         if models.computes_attention(name):
             config._attn_implementation = NAME
@@ -189,33 +188,33 @@ def attention_forward(
     sinks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention, as AttentionInterface calls it.
+    """Compute one layer's attention, as AttentionInterface calls it.
 
     Args:
-        module: the layer; its ``is_causal`` counts where the argument is None.
+        module: the layer; its ``is_causal`` counts if the argument is None.
         query: (B, H, M, D). key, value: (B, Hkv, N, D) and (B, Hkv, N, Dv). A batch of 1 is broadcast. Under autocast
             all three are cast to its dtype.
         attention_mask: in one of the five forms of the module's docstring.
         dropout: in training mode, of the probabilities: ``dropout_p`` of `tilewise.attention`, with a seed from torch's
             generator.
         scaling: multiplies ``query @ key.mT``; default ``1 / sqrt(D)``.
-        softcap: as for `tilewise.attention`.
-        position_bias: floating, broadcastable to (B, H, M, N), added to the scores; it gets its gradient. Or what else
-            ``bias`` of `tilewise.attention` takes, or what `use_bias_terms` puts in its place.
+        softcap: as in `tilewise.attention`.
+        position_bias: floating, broadcastable to (B, H, M, N), added to the scores; it gets its gradient. Or any other
+            ``bias`` of `tilewise.attention`, or a stand-in of `use_bias_terms`.
         s_aux: attention sinks (gpt-oss), floating, (H,): ``sink`` of `tilewise.attention`; it gets its gradient.
         sinks: those of Inkling-2, of each query, floating, (B, H, M, 1); likewise.
-        kwargs: what else a model passes. ``cu_seq_lens_q`` and the like say where sequences begin, (S + 1,) int32 or
-            int64 each, and ``max_length_q``, ``max_length_k`` how long they are at most; without them ``position_ids``,
-            (1, M), do. The window is the mask's; what does not change the result is ignored.
+        kwargs: further arguments of models. ``cu_seq_lens_q`` and ``cu_seq_lens_k``, (S + 1,) int32 or int64, and
+            ``max_length_q``, ``max_length_k`` give sequences; without them ``position_ids``, (1, M), do. The window is
+            the mask's. Arguments that do not change the result are ignored.
 
     Returns:
-        (B, M, H, Dv), contiguous, and None where transformers' eager attention returns its weights. With
-        ``output_attentions=True`` too, as from transformers' sdpa: it is said once in a warning, and the model's
-        ``attentions`` are empty.
+        (B, M, H, Dv), contiguous, and None in place of the weights of transformers' eager attention. So it is with
+        ``output_attentions=True``, like transformers' sdpa: a warning says so once, and the model's ``attentions`` are
+        empty.
 
     Raises:
         NotImplementedError: an argument that changes the result and is not supported.
-        ValueError: sinks of another shape, or beside s_aux.
+        ValueError: sinks of another shape, or together with s_aux.
     """
     _check(kwargs)
     batch = max(query.shape[0], key.shape[0])
@@ -227,7 +226,7 @@ def attention_forward(
             raise ValueError(f"sinks: expected (B, H, M, 1) and no s_aux, got {tuple(sinks.shape)}{beside}")
         s_aux = sinks.squeeze(3)
     if isinstance(position_bias, PositionBias):
-        # In all forms of the mask but the last, the last query stands at the last key.
+        # In all forms of the mask but the last, the last query is at the last key.
         aligned = attention_mask is None or attention_mask.dim() < 4
         position_bias = position_bias.bias(query.device, aligned)
 
@@ -293,7 +292,7 @@ def attention_mask(
     config: object = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of one kind of layer, as AttentionMaskInterface calls it: the smallest of the module's five forms.
+    """Return the mask of one kind of layer for AttentionMaskInterface, in the smallest of the module's five forms.
 
     Args:
         batch_size: B. q_length: M. kv_length: N.
@@ -301,19 +300,19 @@ def attention_mask(
         mask_function: transformers' description of the pattern.
         attention_mask: padding, bool (B, at least N), True = a token; or None.
         local_size: width of the sliding window or of the chunks, if the pattern has one.
-        allow_is_causal_skip: the pattern is causal, within ``local_size``, and nothing else; and a short form will do.
-        allow_is_bidirectional_skip: the same for a pattern that is not causal.
+        allow_is_causal_skip: the pattern is only causal, within ``local_size``, and a short form is allowed.
+        allow_is_bidirectional_skip: likewise for a pattern that is not causal.
         config: the model's; its ``sliding_window`` tells a window from chunks.
-        kwargs: what `transformers.masking_utils.sdpa_mask` takes beside these.
+        kwargs: further arguments of `transformers.masking_utils.sdpa_mask`.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         if attention_mask.dim() == 3 and attention_mask.shape[1] == local_size:
-            return attention_mask  # an earlier answer of ours, which generate() or an outer model hands on
+            return attention_mask  # an earlier result, passed on by generate() or an outer model
         raise ValueError(f"attention_mask: expected 2 or 4 dimensions, got shape {tuple(attention_mask.shape)}")
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
-        # Reading the mask is a branch on data, which a compiled graph cannot have.
+        # A compiled graph cannot branch on the mask's data.
         if not is_tracing(padding) and bool(padding.all()):
             padding = None
 
@@ -326,10 +325,10 @@ def attention_mask(
         if form is not None:
             return form
 
-    # Bottom-right alignment: the last query is the last key. Static caches, longer than what they hold, are not so.
+    # Bottom-right alignment: the last query is at the last key. Static caches are longer than their content.
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     if allow_is_causal_skip and aligned and model_type not in _CROP_THE_MASK:
-        # A (B, N) answer may come back as `attention_mask`, whose columns then count from kv_offset: it must be 0.
+        # A (B, N) result may return as `attention_mask`, whose columns then count from kv_offset: it must be 0.
         if (local_size is None or kv_offset + kv_length <= local_size) and (padding is None or kv_offset == 0):
             if padding is None and model_type in _CONVERT_THE_MASK:
                 return torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device"))
@@ -353,7 +352,7 @@ def attention_mask(
     )
 
 
-# What `register` replaced in PreTrainedModel, and the dictionaries of attention classes that got an entry since.
+# Methods of PreTrainedModel that `register` replaced, and dictionaries of attention classes with an added entry.
 _replaced: dict[str, Callable] = {}
 _extended: list[dict[str, Any]] = []
 
@@ -368,7 +367,7 @@ def _get_correct_attn_implementation(
                 classes[NAME] = functools.partial(_refuse_layer, name, " or ".join(f'"{x}"' for x in classes))
                 _extended.append(classes)
     elif implementation == NAME:
-        # set_attn_implementation comes here once for each config, so this is about all models with this one.
+        # set_attn_implementation calls this once for each config, so check all models with this one.
         for module in self.modules():
             if isinstance(module, PreTrainedModel) and module.config is self.config:
                 _check_modules(module)
@@ -382,13 +381,13 @@ def _post_init(self: PreTrainedModel) -> None:
 
 
 def _refuse_layer(name: str, allowed: str, *args: Any, **kwargs: Any) -> None:
-    """Our entry in the dictionary ``name``: called, as a layer's class is, with the model's config."""
+    """Raise for the dictionary ``name``: its entry, called like a layer's class with the model's config."""
     configs = " ".join(type(x).__name__ for x in (*args, *kwargs.values()) if isinstance(x, PreTrainedConfig))
     raise _refusal(f"the model of {configs} takes its attention from {name}", allowed)
 
 
 def _check_modules(model: PreTrainedModel) -> None:
-    """Raise if the model computes its attention by itself; what belongs to its submodels is for their own check."""
+    """Raise if the model computes its attention by itself; submodels are checked separately."""
     from_dictionaries = {cls for _, classes in _dictionaries(type(model)) for cls in classes.values()}
     calls, own = False, set()
     modules: list[tuple[nn.Module, bool]] = [(model, True)]
@@ -418,7 +417,7 @@ def _refusal(what: str, allowed: str, known: bool = False) -> ValueError:
 
 
 def _dictionaries(model_type: type[PreTrainedModel]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The dictionaries from attn_implementation to attention classes in the files of a model's classes, by name."""
+    """Yield name and dictionary from attn_implementation to attention classes in the files of a model's classes."""
     files = {cls.__module__ for cls in model_type.__mro__ if issubclass(cls, PreTrainedModel)}
     for file in files & sys.modules.keys():
         for name, x in vars(sys.modules[file]).items():
@@ -434,8 +433,8 @@ def _is_attention(module_type: type[nn.Module]) -> bool:
 
 @functools.cache
 def _calls_interface(cls: Any) -> bool:
-    """A method of the class, its own or inherited, names an AttentionInterface."""
-    if cls is PreTrainedModel:  # which names it to check attn_implementation
+    """True if a method of the class, its own or inherited, names an AttentionInterface."""
+    if cls is PreTrainedModel:  # names it to check attn_implementation
         return False
     for method in vars(cls).values():
         function = inspect.unwrap(method)
@@ -447,7 +446,7 @@ def _calls_interface(cls: Any) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes in a function and in those that it defines."""
+    """Yield the names of globals and attributes in a function and in its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -466,5 +465,5 @@ def _check(kwargs: dict) -> None:
 
 
 def _is_window(local_size: int, config: object) -> bool:
-    """``local_size`` is a sliding window: chunks come with their size as ``local_size`` too."""
+    """True if ``local_size`` is a sliding window: chunks pass their size as ``local_size`` too."""
     return local_size == getattr(config, "sliding_window", None) != getattr(config, "attention_chunk_size", None)
