@@ -1,1 +1,1 @@
-"""What is computed, independent of any device: terms, their derivatives, and which tiles they leave to compute."""
+"""Device-independent description of a call: score terms, derivatives, and which tiles are visited."""

@@ -1,7 +1,7 @@
-"""The tensors of a bias that one tensor beside the scores cannot hold: what a backend gets of bias terms.
+"""Bias components: tensors of bias terms that the one bias tensor of a call cannot hold.
 
-A bias that is one tensor, whatever it broadcasts along, is none of these: it goes where it always went. So a call
-without terms has no `Parts` at all, and nothing on its way grows by them.
+A bias that is a single tensor, whatever its broadcast dims, is passed as ``bias`` and is no component. A call without
+bias terms has no `Parts`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from tilewise.spec.score import Distances, Score
 
 
 class Parts(NamedTuple):
-    """Added to the scores beside the bias; each may be None, not all. `Relative` says what the values by distance are.
+    """The bias components, added to the scores beside the bias; None where there is none.
 
-    cols: (B|1, H|Hkv|1, 1, N|1), beside a bias that is a matrix; rows: (B|1, H|Hkv|1, M, 1).
-    query: values (B|1, H|Hkv|1, M, R); key: values (B|1, H|Hkv|1, N, R).
-    toeplitz: (B|1, H|Hkv|1, 1, M + N - 1), a value for each ``j - i`` from 1 - M on; float32 or float64.
-    query_shift, key_shift: int64 (B|1,). query_buckets, key_buckets: int64 (count,).
+    cols: (B|1, H|Hkv|1, 1, N|1), along the keys, beside a bias that is a matrix.
+    rows: (B|1, H|Hkv|1, M, 1), along the queries.
+    query, key: relative position values per query, (B|1, H|Hkv|1, M, R), and per key, (B|1, H|Hkv|1, N, R); see
+    `Relative`.
+    toeplitz: (B|1, H|Hkv|1, 1, M + N - 1), float32 or float64; one value for each ``j - i`` from 1 - M on.
+    query_shift, key_shift: int64 (B|1,).
+    query_buckets, key_buckets: int64 (count,).
     """
 
     cols: Tensor | None = None
@@ -34,7 +37,7 @@ class Parts(NamedTuple):
     key_buckets: Tensor | None = None
 
     def relatives(self, score: Score, M: int) -> list[tuple[str, Relative]]:
-        """Those by distance, with the names of the fields that have their values."""
+        """Return the relative position components, each with the name of the field that has its values."""
         found = []
         if self.query is not None:
             assert score.query is not None
@@ -48,10 +51,10 @@ class Parts(NamedTuple):
         return found
 
     def vectors(self) -> list[tuple[str, Tensor]]:
-        """Those along the keys or the queries, with their names."""
+        """Return the components along the keys or the queries, with their names."""
         return [(name, x) for name, x in (("cols", self.cols), ("rows", self.rows)) if x is not None]
 
 
 NO_PARTS = Parts()
-# Those that can have a gradient.
+# Components that can have a gradient.
 DIFFERENTIABLE = ("cols", "rows", "query", "key", "toeplitz")

@@ -1,13 +1,13 @@
-"""A mask by tiles, as tensors: of each tile whether it is hidden, full or partial, and what a partial one shows.
+"""Tensors of a tile mask: which tiles are empty, full or partial, and the pairs of partial tiles.
 
-What a tile is stands in one number, so that a list that is wrong can hide or show a pair and reach no memory: numbers
-are clamped to the tiles that have bits. A partial tile shows its bits, or what the keys' intervals of queries show:
+Kernels clamp the number of a tile to the stored bit tiles: a wrong one may hide or show pairs, but never causes an
+access out of bounds. A partial tile is masked by its bits, or by an interval of queries for each key:
 
-    tiles       0 hidden    1 full    2 + p partial, with the bits of place p, which several tiles may share
-    intervals   key j is seen by the queries begins[j] .. ends[j] - 1
+    tiles       0 empty    1 full    2 + p partial, with the bits at index p, which several tiles may share
+    intervals   key j is visible to the queries begins[j] .. ends[j] - 1
 
-Intervals take the place of bits where every key is seen by neighbouring queries, as in documents end to end: they are
-as long as the keys, and nobody has to know how many tiles are partial, which would be read from the device.
+Intervals replace the bits where each key is visible to consecutive queries, as in packed documents. They take 2 N
+numbers, and the number of partial tiles is not read from the device.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ WORD = 32  # bits
 
 
 class TileTensors(NamedTuple):
-    """All int32 and contiguous, on the device of q; all None is no mask by tiles.
+    """The tensors of a tile mask, int32, contiguous and on the device of q; all None without one.
 
-    tiles: (B|1, H|Hkv|1, tiles of queries, tiles of keys). bits: (places, block_m, block_n / 32), bit c % 32 of word
-    c // 32 is key c of the tile; without a place, with intervals, its shape alone is read, which says how large tiles
-    are. begins, ends: (B|1, H|Hkv|1, 1, N), both or neither, of as many batch elements and heads as tiles. offsets:
-    where these are documents end to end, (B|1, N + 1), the first token of each and from the last one's end on N.
+    tiles: (B|1, H|Hkv|1, query tiles, key tiles).
+    bits: (places, block_m, block_n / 32); bit c % 32 of word c // 32 is key c of the tile. With intervals there are 0
+    places, and only the shape is read: it is the tile size.
+    begins, ends: (B|1, H|Hkv|1, 1, N), both or neither, with as many batch elements and heads as tiles.
+    offsets: (B|1, N + 1), for packed documents only: the first token of each, padded with N.
     """
 
     tiles: Tensor | None = None
@@ -40,24 +41,24 @@ class TileTensors(NamedTuple):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Queries and keys of a tile."""
+        """Return (queries, keys) of a tile."""
         assert self.bits is not None
         return self.bits.shape[1], self.bits.shape[2] * WORD
 
     def within(self, x: Tensor, rows: slice, cols: slice) -> Tensor:
-        """Of ``x``, (..., tiles of queries, tiles of keys), those that have some of these queries and keys."""
+        """Return the part of ``x``, (..., query tiles, key tiles), that covers these queries and keys."""
         m, n = self.block
         return x[..., rows.start // m : -(-rows.stop // m), cols.start // n : -(-cols.stop // n)]
 
     def state(self, tiles: Tensor) -> int:
-        """What is left of some `within` together: HIDDEN, WHOLE, or else MIXED. Reads them."""
+        """Return the common state of tiles from `within`: HIDDEN, WHOLE, or else MIXED. Synchronizes the host."""
         least, most = tiles.aminmax()
         if most <= EMPTY:
             return HIDDEN
         return WHOLE if least == most == FULL else MIXED
 
     def states(self, tiles: Tensor) -> list[list[int]]:
-        """`state` of each tile, over all matrices of (..., tiles of queries, tiles of keys) together."""
+        """Return the `state` of each tile, combined over all matrices of (..., query tiles, key tiles)."""
         matrices = tiles.flatten(0, -3)
         least, most = matrices.amin(0), matrices.amax(0)
         whole = torch.where((least == FULL) & (most == FULL), WHOLE, MIXED)
@@ -65,7 +66,10 @@ class TileTensors(NamedTuple):
         return found
 
     def visible(self, tiles: Tensor, begins: Tensor | None, ends: Tensor | None, rows: slice, cols: slice) -> Tensor:
-        """Which of these pairs are seen, bool (..., rows, cols). tiles: `within`; begins, ends: of the same heads."""
+        """Return which pairs are visible, bool (..., rows, cols).
+
+        tiles: from `within`; begins, ends: of the same heads.
+        """
         device = tiles.device
         row, col = (torch.arange(x.start, x.stop, device=device) for x in (rows, cols))
         if begins is not None and ends is not None:
@@ -82,7 +86,7 @@ class TileTensors(NamedTuple):
         return (tiles == FULL) | ((tiles >= PARTIAL) & ((words >> (col % WORD)) & 1 != 0))
 
     def rows_visible(self, rows: slice, keys: int) -> Tensor:
-        """`visible` of some queries and all keys, bool (B|1, H|Hkv|1, rows, N)."""
+        """Return `visible` for some queries and all keys, bool (B|1, H|Hkv|1, rows, N)."""
         assert self.tiles is not None
         cols = slice(0, keys)
         return self.visible(self.within(self.tiles, rows, cols), self.begins, self.ends, rows, cols)
@@ -92,17 +96,17 @@ NO_TILES = TileTensors()
 
 
 def pack(visible: Tensor) -> Tensor:
-    """Bool (..., block_n) as words (..., block_n / 32)."""
+    """Pack bool (..., block_n) into int32 words (..., block_n / 32)."""
     weights = torch.arange(WORD, device=visible.device)
     weights = torch.where(weights == WORD - 1, -(1 << (WORD - 1)), 1 << weights.clamp(max=WORD - 2)).to(torch.int32)
     return (visible.unflatten(-1, (-1, WORD)).to(torch.int32) * weights).sum(-1, dtype=torch.int32)
 
 
 def tiles_of_intervals(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:
-    """`TileTensors.tiles` of intervals that lie within the queries, in time and memory of the keys and the tiles.
+    """Return `TileTensors.tiles` for intervals of queries, in O(keys + tiles) time and memory.
 
-    A tile is visited if an interval of one of its keys meets its queries, which is counted where each begins and ends;
-    and full if all of them hold its queries, which is so from the last begin on to the first end.
+    A tile is visited if the interval of one of its keys meets its queries, counted by +1 where an interval begins and
+    -1 where it ends. It is full if the intervals of all of its keys contain its queries.
     """
     block_m, block_n = block
     b, h, _, keys = begins.shape
@@ -128,21 +132,21 @@ def tiles_of_intervals(begins: Tensor, ends: Tensor, queries: int, block: tuple[
 
 
 def no_bits(block: tuple[int, int], device: torch.device) -> Tensor:
-    """Return the bits of a mask whose tiles have none; their shape says how large tiles are."""
+    """Return the empty bits of a mask with intervals; their shape is the tile size."""
     return torch.zeros(0, block[0], block[1] // WORD, dtype=torch.int32, device=device)
 
 
 def document_offsets(begins: Tensor) -> Tensor:
-    """Return `TileTensors.offsets` of documents, of which each token has the first one."""
+    """Return `TileTensors.offsets`, (B|1, N + 1), from the first token of each token's document, (B|1, N)."""
     batch, total = begins.shape
     first = begins == torch.arange(total, device=begins.device)
     offsets = begins.new_full((batch, total + 1), total, dtype=torch.int32)
-    # Every token writes, and equal numbers in one place: it is the same which is last.
+    # All tokens of a document write the same number, so the order of the writes does not matter.
     return offsets.scatter_(1, first.cumsum(1) - 1, begins.to(torch.int32))
 
 
 def listed(which: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a bool (..., columns) how many are True, and where, in the first places."""
+    """Return how many columns of a bool (..., columns) are True, and their indices first, padded with 0."""
     counts = which.sum(-1, dtype=torch.int32)
     order = (~which).to(torch.uint8).argsort(dim=-1, stable=True).to(torch.int32)
     inside = torch.arange(which.shape[-1], device=which.device) < counts.unsqueeze(-1)

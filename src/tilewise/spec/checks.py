@@ -1,4 +1,4 @@
-"""Checks of shapes, dtypes and devices: each error names the argument, what came and what is allowed."""
+"""Checks of shapes, dtypes and devices. Errors name the argument, what was passed and what is allowed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-# For tensors whose sizes look like those of another layout.
+# Hint for tensors that seem to be (batch, length, heads, head_dim).
 HEADS_FIRST = "; tensors (batch, length, heads, head_dim) are passed as q.transpose(1, 2)"
 
 
@@ -63,7 +63,7 @@ def _check_operand(name: str, x: Tensor, sizes: Sizes, device: torch.device) -> 
 
 
 def check_broadcast(name: str, x: Tensor, lead: tuple[int, ...], sizes: Sizes) -> None:
-    """Of a bias or mask of queries with these leading dimensions."""
+    """Raise unless a bias or mask broadcasts to (*lead, H|Hkv, M, N)."""
     if not _broadcasts(x, lead, sizes):
         lengths = {"M": sizes.M, "N": sizes.N}
         hint = missing_axes(name, _shape(x), lead[0], lengths) if len(lead) == 1 else ""
@@ -75,7 +75,7 @@ def check_broadcast(name: str, x: Tensor, lead: tuple[int, ...], sizes: Sizes) -
 def check_sink(
     x: Tensor, sizes: Sizes, device: torch.device, of: str = "q", lead: tuple[int, ...] | None = None
 ) -> None:
-    """lead: of queries with more leading dimensions than the batch."""
+    """Raise unless the sink is (H|1,) or broadcasts to (*lead, H, M); lead is (B,) by default."""
     if x.dtype not in DTYPES:
         raise TypeError(f"sink: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if x.device != device:
@@ -96,7 +96,7 @@ def check_seed(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def check_lengths(lengths: Lengths, q: Tensor) -> int:
-    """The number of sequences; what the tensors hold is not looked at."""
+    """Check the shapes, dtypes and devices of the lengths and return the number of sequences."""
     B = 0
     for name, x in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "offsets"), lengths, strict=True):
         if x is None:
@@ -126,7 +126,7 @@ def _check_distances(name: str, distances: Distances, entries: Tensor, shift: Te
 
 
 def _axes(lead: tuple[int, ...], sizes: Sizes) -> list[tuple[int, ...]]:
-    """Of each axis of a bias or mask the sizes but 1 that it may have."""
+    """Return, for each axis of a bias or mask, the sizes other than 1 that it may have."""
     _, H, Hkv, M, N = sizes
     return [*((n,) for n in lead), (H,) if Hkv == H else (H, Hkv), (M,), (N,)]
 
@@ -142,7 +142,7 @@ def _is_sink_of(x: Tensor, lead: tuple[int, ...], sizes: Sizes) -> bool:
 
 
 def broadcasts(shape: Sequence[int], full: Sequence[int | tuple[int, ...]]) -> bool:
-    """Whether each size of ``shape`` is 1 or that of ``full``, or one of those that it allows there."""
+    """True if each size of ``shape`` is 1 or equals that of ``full`` (one of them where it is a tuple)."""
     return all(
         n == 1 or (n in size if isinstance(size, tuple) else n == size) for n, size in zip(shape, full, strict=True)
     )
@@ -153,7 +153,7 @@ def _words(full: Sequence[tuple[int, ...]]) -> str:
 
 
 def missing_axes(name: str, shape: tuple[int, ...], batch: int, lengths: dict[str, int]) -> str:
-    """For a mask that lacks an axis, which to give it; ``lengths``: of queries and of keys, by their letters."""
+    """Return a hint for a mask that lacks an axis; lengths: {"M": queries, "N": keys}, by letter."""
     (m, M), (n, N) = lengths.items()
     if shape == (batch, N):
         return f"; a padding mask (B, {n}) is passed as {name}[:, None, None, :]"
@@ -163,14 +163,13 @@ def missing_axes(name: str, shape: tuple[int, ...], batch: int, lengths: dict[st
 
 
 def _heads_last(shape: tuple[int, ...], heads: int, queries: int) -> str:
-    """For a bias or mask that would fit if what q has for heads were its length, and the other way round."""
+    """Return a hint for a bias or mask that would fit if heads and length of q were swapped."""
     swapped = heads > queries and len(shape) >= 3 and shape[-3] in (1, queries) and shape[-2] == heads
     return HEADS_FIRST if swapped else ""
 
 
 def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Leading dimensions of size 1 up to four, as broadcasting reads a smaller shape; an error shows the shape that
-    came."""
+    """Return ``x`` with leading dimensions of size 1, up to four; an error shows the original shape."""
     if x.dim() >= 4:
         return x
     if q.dim() == k.dim() == 4 and not _broadcasts(x, q.shape[:1], sizes := _sizes(q, k)):
@@ -180,7 +179,7 @@ def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sink_of_rows(sink: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A sink of heads, (H,), as (1, H, 1); an error shows the shape that came."""
+    """Return a sink (H,) as (1, H, 1), and any other sink unchanged; an error shows the original shape."""
     if q.dim() == k.dim() == 4 and not _is_sink_of(sink, q.shape[:1], sizes := _sizes(q, k)):
         check_qkv(q, k, v)
         check_sink(sink, sizes, q.device)
@@ -196,6 +195,6 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def check_flag(name: str, flag: bool, allowed: str = "a bool") -> None:
-    """Raise for what is true or false only by Python's rules: a word such as "top-left" would count as True."""
+    """Raise unless the flag is a bool: a string such as "top-left" would count as True."""
     if not isinstance(flag, (bool, torch.SymBool)):
         raise TypeError(f"{name}: expected {allowed}, got {flag!r}")

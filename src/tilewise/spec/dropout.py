@@ -1,8 +1,8 @@
-"""Which probabilities dropout keeps: a function of the seed and of the place of a score, in plain torch.
+"""Dropout mask as a function of the seed and of the position of a score, in plain torch.
 
-The generators are Philox (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; their
-library is Random123), whose words are a function of a counter and a key. So nothing is stored, and the mask is the same
-in the forward and in the backward, whatever the tiles, the backend and the number of GPUs:
+The generator is Philox (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; library
+Random123), which maps a counter and a key to words. No mask is stored, and forward and backward get equal masks for all
+tile sizes, backends and numbers of GPUs:
 
     w0, w1, w2, _ = Philox4x32-10(counter = (offset, offset >> 32, sequence, query head), key = (seed, seed >> 32))
     x0, x1        = Philox2x32-7 (counter = (i' xor w1, j' xor w2), key = w0)
@@ -12,16 +12,17 @@ in the forward and in the backward, whatever the tiles, the backend and the numb
     number        = the half, its two bytes swapped where bit 3 of j is 1, without its highest bit
     dropped       = number < threshold,   threshold = round(32768 p)
 
-All words have 32 bits. i is the query's place among the queries of its sequence, and j the key's among its keys, from
-0; sequence is the index along the batch, and the query head one of all, of which a part of a call, as on one of several
-GPUs, knows its first: `Origin`. One call of Philox2x32 serves eight scores, of rows i, i + 8 and columns j, j + 1,
-j + 8, j + 9 for an even j, which one thread of an mma's or wgmma's accumulator owns. A thread of a transposed tile owns
-four of them. So eight random bits are spent on a score: two keys, j and j + 8, see one half from either end. Each
-number is uniform; that of the one has the other's upper bits as its lower ones, which matter only where its upper ones
-equal those of the threshold. `docs/maths.md` says how far the two outcomes are from independent.
+All words have 32 bits. i and j are the indices of the query and of the key in their sequence, from 0; sequence is the
+index along the batch. Indices and query heads count in the whole call: a shard knows its first ones from `Origin`.
 
-What is kept is divided by the share that is kept, 1 - threshold / 32768, and not by 1 - p. The jit twins carry the same
-names (``backends/kernels/dropout.py``).
+One Philox2x32 call serves eight scores, rows i, i + 8 and columns j, j + 1, j + 8, j + 9 for an even j, which one
+thread of an mma or wgmma accumulator owns; a thread of a transposed tile owns four of them. So a score uses eight
+random bits: keys j and j + 8 read one half with its bytes in opposite orders. Each number is uniform. The upper bits of
+one are the lower bits of the other, which matter only if its own upper bits equal those of the threshold;
+`docs/maths.md` bounds the dependence.
+
+Kept probabilities are divided by the exact share that is kept, 1 - threshold / 32768, and not by 1 - p. The jit twins
+have the same names (``backends/kernels/dropout.py``).
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NUMBERS = 1 << 15  # that are equally likely
+NUMBERS = 1 << 15  # equally likely numbers
 WORD = (1 << 32) - 1
 LOW, HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)  # which half of an integer comes first in memory
 
 
 class Origin(NamedTuple):
-    """Of a call that is a part of a larger one: where its first query, key and query head stand in the whole, whose
-    scores it is to drop."""
+    """First query, key and query head of a call in the larger call that it is a shard of."""
 
     query: int = 0
     key: int = 0
@@ -47,7 +47,7 @@ class Origin(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The words of a (sequence, query head), int64 tensors of equal shape: w0, w1 and w2."""
+    """Words w0, w1 and w2 of a (sequence, query head), int64 tensors of equal shape."""
 
     key: Tensor
     row: Tensor
@@ -55,17 +55,17 @@ class Stream(NamedTuple):
 
 
 def threshold(p: float) -> int:
-    """Of `NUMBERS` numbers, how many drop a probability."""
+    """Return how many of the `NUMBERS` equally likely numbers drop a probability."""
     return round(p * NUMBERS)
 
 
 def weight(threshold: int) -> float:
-    """What a kept probability is multiplied by: 1 / (1 - threshold / NUMBERS); 0 where nothing is kept."""
+    """Return the factor of a kept probability, 1 / (1 - threshold / NUMBERS); 0 if all are dropped."""
     return NUMBERS / (NUMBERS - threshold) if threshold < NUMBERS else 0.0
 
 
 def mulhilo(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of the product of two words: int64 wraps round, and has its bits all the same."""
+    """Return the high and the low word of a product of two words; int64 wraps but keeps all 64 bits."""
     product = a * b
     return product >> 32 & WORD, product & WORD
 
@@ -90,7 +90,7 @@ def philox2x32(c0: Tensor, c1: Tensor, key: Tensor, rounds: int = 7) -> tuple[Te
 
 
 def stream(seed: Tensor, sequence: Tensor, head: Tensor) -> Stream:
-    """seed: (seed, offset), int64, (2,); sequence, head: int64, of shapes that broadcast to the words'."""
+    """Return the `Stream` of seed (seed, offset), int64 (2,), and of int64 sequences and heads that broadcast."""
     low, high = seed & WORD, seed >> 32 & WORD
     sequence, head = torch.broadcast_tensors(sequence, head)
     w0, w1, w2, _ = philox4x32((low[1], high[1], sequence, head), (low[0], high[0]))
@@ -98,23 +98,23 @@ def stream(seed: Tensor, sequence: Tensor, head: Tensor) -> Stream:
 
 
 def pair_of_rows(i: Tensor) -> Tensor:
-    """i': a counter of the groups of two queries, i and i + 8."""
+    """Return i', the index of the pair of queries i and i + 8."""
     return i // 16 * 8 + i % 8
 
 
 def four_of_columns(j: Tensor) -> Tensor:
-    """j': a counter of the groups of four keys, j, j + 1, j + 8 and j + 9."""
+    """Return j', the index of the group of keys j, j + 1, j + 8 and j + 9."""
     return j // 16 * 4 + j % 8 // 2
 
 
 def number_of(word: Tensor, j: Tensor) -> Tensor:
-    """Of key ``j``, 0 to `NUMBERS` - 1."""
+    """Return the number of key ``j``, 0 to `NUMBERS` - 1."""
     half = word >> 16 * (j & 1) & 0xFFFF
     return torch.where(j & 8 == 0, half, half << 8 | half >> 8) & NUMBERS - 1
 
 
 def kept(stream: Stream, rows: Tensor, cols: Tensor, threshold: int) -> Tensor:
-    """Bool: whether the probability of query ``rows`` and key ``cols``, int64, is kept; all shapes broadcast."""
+    """Return bool, True where the probability of query ``rows`` and key ``cols`` is kept; shapes broadcast."""
     x0, x1 = philox2x32(pair_of_rows(rows) ^ stream.row, four_of_columns(cols) ^ stream.col, stream.key)
     return number_of(torch.where(rows & 8 == 0, x0, x1), cols) >= threshold
 
@@ -122,14 +122,14 @@ def kept(stream: Stream, rows: Tensor, cols: Tensor, threshold: int) -> Tensor:
 def kept_tile(stream: Stream, rows: slice, cols: slice, threshold: int) -> Tensor:
     """Return `kept` of a tile, (..., rows, cols); the last two axes of the stream are 1.
 
-    The words are made once a group, and halves, bytes and eight neighbours at a time are views of memory: a shift takes
-    ten times as long as a product.
+    Each word is computed once per group. Halves, bytes and groups of eight neighbours are views of memory, because a
+    shift takes ten times as long as a product.
     """
     device = stream.key.device
     (row, row_end), (col, col_end) = ((x.start // 16, (x.stop + 15) // 16) for x in (rows, cols))
     i, j = (torch.arange(n * first, n * end, device=device) for n, first, end in ((8, row, row_end), (4, col, col_end)))
     words = _tile_words(i[:, None] ^ stream.row, j ^ stream.col, stream.key)
-    eight = torch.int64  # eight bools: those of keys 0 to 7 of a group, then of 8 to 15
+    eight = torch.int64  # eight bools: keys 0 to 7 of a group, then 8 to 15
     found = words[0].new_empty(*words[0].shape[:-2], row_end - row, 2, 8, col_end - col, 2, dtype=eight)
     for n, word in enumerate(words):  # of rows i and i + 8
         for m, numbers in enumerate(_numbers(word)):
@@ -142,7 +142,7 @@ def _tile_words(c0: Tensor, c1: Tensor, key: Tensor, rounds: int = 7) -> tuple[T
     """Return the words of `philox2x32` for counters (..., rows, 1) and (..., 1, cols), as int32."""
     hi, lo = mulhilo(c0, 0xD256D193)
     word, low = hi ^ key ^ c1, _halves(lo)[..., LOW]
-    products = torch.empty_like(word), torch.empty_like(word)  # by turns: the last one's low words are still read
+    products = torch.empty_like(word), torch.empty_like(word)  # alternate: the previous low words are still read
     for n in range(1, rounds):
         key = key + 0x9E3779B9 & WORD
         halves = _halves(torch.mul(word, 0xD256D193, out=products[n % 2]))
@@ -158,7 +158,7 @@ def _halves(x: Tensor) -> Tensor:
 
 
 def _numbers(word: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `number_of` for int32 words, as int16, twice: of their keys below 8 in a group, and of the others."""
+    """Return `number_of` as two int16: for keys below 8 of a group of 16, and for the others."""
     half = word.view(torch.int16)
     if HIGH == 0:
         half = half.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)

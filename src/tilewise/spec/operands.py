@@ -11,7 +11,7 @@ from tilewise.spec.bias_components import DIFFERENTIABLE
 
 
 class Sizes(NamedTuple):
-    """Of a call: batch, query heads, key/value heads, queries, keys. Of a packed batch the longest sequences'."""
+    """Batch, query heads, key/value heads, queries, keys of a call; of the longest sequences if packed."""
 
     B: int
     H: int
@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A bias or mask of shape ``(batch, heads, rows, cols)``; a size of 1 broadcasts, ``heads`` may be H, Hkv or 1."""
+    """A bias or mask (batch, heads, rows, cols); a size of 1 broadcasts, ``heads`` may be H, Hkv or 1."""
 
     dtype: torch.dtype
     batch: int
@@ -36,10 +36,10 @@ class TensorSpec:
 
     @property
     def axes(self) -> Literal["matrix", "rows", "cols", "one"]:
-        """Which axes of queries and keys it is full along: both, the queries, the keys, or neither.
+        """Return the axes along which the tensor varies: both, the queries, the keys, or neither.
 
-        By its own sizes: one of a call with a single query is "cols", for a vector is what a kernel reads. "rows" and
-        "one" are constant along the keys: as a bias they move the LSE and no probability.
+        It follows from the tensor's own sizes: with a single query a bias (.., 1, N) is "cols", since a kernel reads a
+        vector. "rows" and "one" are constant along the keys: such a bias changes the LSE but no probability.
         """
         if self.rows == 1:
             return "one" if self.cols == 1 else "cols"
@@ -47,11 +47,11 @@ class TensorSpec:
 
     @property
     def matrix_itemsize(self) -> int:
-        """Bytes an element of the tile that goes with a tile of scores; 0 for a vector or a number, which have none."""
+        """Return the bytes per element of the tile loaded with a tile of scores; 0 unless it is a matrix."""
         return self.dtype.itemsize if self.axes == "matrix" else 0
 
 
-# What the parts of a bias are called; an error's word and a reader's.
+# Names of the bias components in errors and explanations.
 PART_WORDS = {
     "cols": "a bias along the keys",
     "rows": "a bias along the queries",
@@ -63,19 +63,20 @@ PART_WORDS = {
 
 @dataclass(frozen=True)
 class TileOperand:
-    """Of `TileTensors`: queries and keys of a tile, and what says which pairs of a partial one are visible."""
+    """A tile mask: queries and keys of a tile, and the format of partial tiles."""
 
     block_m: int
     block_n: int
     kind: Literal["bits", "intervals"]
-    documents: bool = False  # end to end, whose offsets are there
+    documents: bool = False  # intervals of packed documents, with their offsets
 
 
 @dataclass(frozen=True)
 class PartOperands:
-    """Of `Parts`. A bias by distance has ``rows`` of values, and in each ``cols`` entries.
+    """The bias components of `Parts`. Relative position values have ``rows`` rows of ``cols`` entries.
 
-    shifts, buckets: of "query" and "key", those that have them. grads: of all, those that ask for a gradient.
+    shifts, buckets: which of "query" and "key" have them.
+    grads: which components require a gradient.
     """
 
     cols: TensorSpec | None = None
@@ -88,13 +89,12 @@ class PartOperands:
     grads: tuple[str, ...] = ()
 
     def named(self) -> list[tuple[str, TensorSpec]]:
-        """Those that are there."""
+        """Return the components that are present, with their names."""
         return [(name, x) for name in DIFFERENTIABLE if (x := getattr(self, name)) is not None]
 
 
 class BroadcastGroup(NamedTuple):
-    """Who reads the same elements of a bias or mask: so many batch elements, and in each so many query heads, of so
-    many key/value heads."""
+    """Batch elements, query heads and key/value heads that share elements of a bias or mask."""
 
     batch: int
     heads: int
@@ -102,5 +102,5 @@ class BroadcastGroup(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """Every (batch element, query head) has its own."""
+        """True if every (batch element, query head) has its own elements."""
         return self.batch * self.heads == 1

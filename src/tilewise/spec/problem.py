@@ -1,4 +1,4 @@
-"""Problem: one frozen description of a call. Every error about shapes, dtypes and devices is raised here."""
+"""Problem: one frozen description of a call. All errors about shapes, dtypes and devices are raised here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tilewise.spec.tma import tensor_fits_tma
 
 @dataclass(frozen=True)
 class Problem:
-    """What a call asks for: sizes, dtype, device and score terms. Hashable: plans are cached by it."""
+    """Sizes, dtype, device and score terms of a call; hashable, the key of cached plans."""
 
     device: str  # torch's device type
     capability: tuple[int, int] | None  # of a CUDA device
@@ -44,17 +44,17 @@ class Problem:
     value_dim: int
     score: Score
     bias: TensorSpec | None = None
-    mask: TensorSpec | None = None  # of a mask by tiles, the bool mask that it stands for
+    mask: TensorSpec | None = None  # of a tile mask: its shape as a bool mask
     tile_mask: TileOperand | None = None
     sink: TensorSpec | None = None  # one column: (batch, heads, rows, 1)
-    parts: PartOperands | None = None  # of bias terms, those that the bias cannot hold
-    bias_grad: bool = False  # the bias asks for a gradient
+    parts: PartOperands | None = None  # bias components that `bias` cannot hold
+    bias_grad: bool = False  # the bias requires a gradient
     sink_grad: bool = False
     deterministic: bool = False
-    exact: bool = False  # float32 products of a GPU keep float32's precision also where torch's setting says TF32
-    totals: tuple[int, int] | None = None  # queries and keys of a packed batch; queries and keys are the longest then
-    sequence: int = 0  # of the first batch element, by which dropout counts them
-    irregular: tuple[str, ...] = ()  # of q, k, v, bias and, in a backward, do, those that `irregular` names
+    exact: bool = False  # allow_tf32=False: float32 matmuls on a GPU do not use TF32, whatever PyTorch's setting
+    totals: tuple[int, int] | None = None  # of a packed batch, whose queries and keys are the longest sequence's
+    sequence: int = 0  # index of the first batch element, for dropout
+    irregular: tuple[str, ...] = ()  # see the function; names of q, k, v, bias and, in a backward, do
 
     @property
     def group(self) -> int:
@@ -63,19 +63,16 @@ class Problem:
 
     @property
     def empty(self) -> bool:
-        """Nothing to compute: no query, or no key to look at."""
+        """True if there is nothing to compute, as without queries or keys."""
         return 0 in (self.batch, self.heads, self.queries, self.keys, self.value_dim, *(self.totals or ()))
 
     @property
     def few_queries(self) -> bool:
-        """So few queries beside the keys that a forward takes the time of reading keys and values, as in decoding.
-
-        Up to 64 queries, the rows of the smallest product of a Hopper GPU's tensor cores, with 16 keys for each.
-        """
+        """True if reading K and V dominates: up to 64 queries (M of the smallest wgmma), 16 keys or more for each."""
         return self.queries <= 64 and 16 * self.queries <= self.keys
 
     def broadcast_group(self, x: TensorSpec) -> BroadcastGroup:
-        """Of the bias or the mask."""
+        """Return the broadcast group of the bias or the mask."""
         batch = self.batch if x.batch == 1 else 1
         if x.heads == 1:
             return BroadcastGroup(batch, self.heads, self.kv_heads)
@@ -83,15 +80,15 @@ class Problem:
 
     @property
     def bias_itemsize(self) -> int:
-        """Bytes an element of the bias tile that goes with a tile of scores; 0 where there is none."""
+        """Return the bytes per element of the bias tile loaded with a tile of scores; 0 without one."""
         return 0 if self.bias is None else self.bias.matrix_itemsize
 
     @property
     def raster_order(self) -> Literal["tiles", "longest", "batch", "heads"]:
-        """Which tiles of scores run side by side, and so share the L2 cache.
+        """Return which tiles of scores run at the same time and share the L2 cache.
 
-        "tiles" of one head have its keys and values in common, those of a "batch" or of the "heads" one bias tile. A
-        band makes tiles unlike: the "longest" of some heads come first, so that the last to run are short.
+        "tiles" of one head share its keys and values; those of a "batch" or of the "heads" share a bias tile. A causal
+        or local window makes tiles uneven: "longest" starts the longest tiles of some heads first (LPT).
         """
         if not self.score.band.unlimited:
             return "longest"
@@ -102,17 +99,17 @@ class Problem:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs that the band leaves visible, over all batches and heads."""
+        """Return the number of (query, key) pairs inside the causal or local window, over all batches and heads."""
         return self.batch * self.heads * visible_pairs(self.queries, self.keys, self.score.band)
 
     @property
     def flops(self) -> int:
-        """Forward FLOPs: two products, a multiply and an add each, for every visible pair."""
+        """Return the forward FLOPs: two products, a multiply and an add each, per visible pair."""
         return 2 * self.pairs * (self.head_dim + self.value_dim)
 
     @property
     def backward_flops(self) -> int:
-        """Backward FLOPs: S, dQ and dK over the head dimension, dP and dV over the value dimension."""
+        """Return the backward FLOPs: S, dQ and dK over the head dimension, dP and dV over the value dimension."""
         return 2 * self.pairs * (3 * self.head_dim + 2 * self.value_dim)
 
     @classmethod
@@ -185,22 +182,22 @@ class Problem:
 
 
 def irregular(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, do: Tensor | None = None) -> tuple[str, ...]:
-    """Names of the tensors that the bulk copies of a GPU (TMA) cannot describe, see `memory`."""
+    """Return the names of the tensors that a TMA descriptor cannot describe, see `spec.tma`."""
     named = (("q", q), ("k", k), ("v", v), ("bias", bias), ("do", do))
     return tuple(name for name, x in named if x is not None and x.numel() and not tensor_fits_tma(x, _is_aligned(x)))
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """To 16 bytes. A tensor of a compiler or tracer has no address, and its storage will begin on such a one."""
+    """True if ``x`` begins at a multiple of 16 bytes; a traced tensor has no address, and its offset is used."""
     address = x.data_ptr() if type(x) in (Tensor, Parameter) else x.storage_offset() * x.element_size()
     return bool(address % 16 == 0)
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """Of a call with these sizes: its tensors beside q, k and v, checked.
+    """Checks of the tensors of a call other than q, k and v.
 
-    Errors of bias terms are raised where they are read; these are the operator's.
+    They raise the errors of the operators; errors of bias terms are raised in `tilewise.bias`.
     """
 
     sizes: Sizes
@@ -211,7 +208,7 @@ class _Operands:
     def operand(self, name: str, x: Tensor | None) -> TensorSpec | None:
         if x is None:
             return None
-        if x.dim() < 4:  # of the operator, which its callers give four
+        if x.dim() < 4:  # only a direct call of the operator: other callers pad to four
             raise ValueError(f"{name}: expected 4 dimensions, got shape {_shape(x)}")
         if self.packed is not None and (
             name in self.packed.forms or (name == "bias" and "ragged" in self.packed.forms)
@@ -221,9 +218,9 @@ class _Operands:
         return TensorSpec(x.dtype, *x.shape)
 
     def _packed(self, name: str, x: Tensor) -> TensorSpec:
-        """With an axis of all queries or keys, or of all pairs: what it is for the longest sequence.
+        """Describe a packed bias, along all queries, all keys or all pairs, by its shape for the longest sequence.
 
-        An axis of queries or keys has 2 at least, for 1 would be one number for all sequences.
+        An axis of queries or keys gets 2 or more, because 1 would mean one number for all sequences.
         """
         assert self.packed is not None
         assert self.totals is not None
@@ -231,7 +228,7 @@ class _Operands:
         ragged = "ragged" in self.packed.forms and name == "bias"
         _, heads, rows, cols = x.shape
         queries, keys = self.totals
-        longest = None  # sizes may be symbols of a compiler, which no dictionary takes
+        longest = None  # no dictionary: sizes may be SymInts, which are not hashable
         if ragged:
             longest = (M, N) if rows == 1 else None
         elif rows == 1 and cols == keys:
@@ -278,7 +275,7 @@ class _Operands:
     def sink(self, x: Tensor | None) -> TensorSpec | None:
         if x is None:
             return None
-        if x.dim() == 1:  # of the operator, which its callers give three
+        if x.dim() == 1:  # only a direct call of the operator: other callers pad to three
             raise ValueError(f"sink: expected 3 dimensions, got shape {_shape(x)}")
         if self.packed is not None and self.totals is not None and "sink" in self.packed.forms:
             check_sink(x, self.sizes._replace(B=1, M=self.totals[0]), self.device)
@@ -319,7 +316,7 @@ class _Operands:
         if values.device != self.device:
             raise ValueError(f"bias: values per {name}: must be on q's device {self.device}, got {values.device}")
         b, h, m, n = values.shape if values.dim() == 4 else (0, 0, 0, 0)
-        packed = self.totals is not None and name != "all"  # as q or k is
+        packed = self.totals is not None and name != "all"  # like q or k
         expected = self.totals[name == "key"] if packed and self.totals is not None else rows
         batches = (1,) if packed else (1, B)
         if b not in batches or h not in (1, Hkv, H) or m != expected or n != (n if cols is None else cols):

@@ -1,7 +1,7 @@
-"""Value and derivative of each score term in plain torch: the truth the kernels are held to.
+"""Value and derivative of each score term in plain torch: the reference for the kernels.
 
-Every function takes the indices it needs as arguments and computes none, so that it serves a whole matrix as well as
-one tile. The jit twins carry the same names (``backends/kernels/score.py``).
+Functions take indices as arguments and compute none, so that they work for a whole matrix and for a tile. The jit twins
+have the same names (``backends/kernels/score.py``).
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from tilewise.spec.score import Band, Score
 
 
 def transform(s: Tensor, score: Score) -> Tensor:
-    """Scaled products as they are before the bias: ``s`` itself, or through each function that the score has."""
+    """Apply the softcap, if there is one, to scaled products before the bias is added."""
     return s if score.softcap is None else softcap(s, score.softcap)
 
 
 def transform_derivative(transformed: Tensor, score: Score) -> Tensor | None:
-    """The derivative, from the value of `transform`; None where that is 1 everywhere."""
+    """Return the derivative from the value of `transform`; None if it is 1 everywhere."""
     return None if score.softcap is None else softcap_derivative(transformed, score.softcap)
 
 
 def softcap(s: Tensor, cap: float) -> Tensor:
-    """``cap * tanh(s / cap)``: scores bounded by ±cap (Gemma 2, arXiv 2408.00118, section 2)."""
+    """Return ``cap * tanh(s / cap)``: scores bounded by ±cap (Gemma 2, arXiv 2408.00118, section 2)."""
     return torch.tanh(s / cap) * cap
 
 
 def softcap_derivative(capped: Tensor, cap: float) -> Tensor:
-    """``d softcap / d s = 1 - tanh² = 1 - (capped / cap)²``, from the capped value, which is what a backward has."""
+    """Return ``d softcap / d s = 1 - tanh² = 1 - (capped / cap)²`` from the capped value."""
     return 1 - (capped / cap).square()
 
 
 def in_band(rows: Tensor, cols: Tensor, band: Band) -> Tensor:
-    """Bool, the broadcast shape of ``rows`` and ``cols`` (int64 indices): ``lo <= col - row <= hi``."""
+    """Return bool, ``lo <= col - row <= hi``, for int64 indices that broadcast."""
     distance = cols - rows
     seen = torch.ones_like(distance, dtype=torch.bool)
     if band.lo is not None:
@@ -44,15 +44,15 @@ def in_band(rows: Tensor, cols: Tensor, band: Band) -> Tensor:
 
 
 def softmax_derivative(p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
-    """``dS = P∘(dP − D)`` with ``D = rowsum(dP∘P) = rowsum(dO∘O)``; docs/maths.md derives it."""
+    """Return ``dS = P∘(dP − D)`` with ``D = rowsum(dP∘P) = rowsum(dO∘O)``; docs/maths.md derives it."""
     return p * (dp - delta)
 
 
 def visible_product(p: Tensor, visible: Tensor, x: Tensor) -> Tensor:
-    """``p @ x`` in which a pair outside ``visible`` adds nothing, even where ``x`` is NaN or infinite.
+    """Return ``p @ x`` such that pairs outside ``visible`` add nothing, even where ``x`` is NaN or infinite.
 
-    A plain product has ``0 * nan = nan``. Here ``x`` counts as 0 where it is not finite, and what a visible
-    non-finite element does to a sum is added back element by element.
+    A plain product has ``0 * nan = nan``. The product uses 0 for elements of ``x`` that are not finite, and the effect
+    of the visible ones on a sum is added back.
     """
     out = p @ x.nan_to_num(0.0, 0.0, 0.0)
     for value, found in ((torch.nan, x.isnan()), (torch.inf, x == torch.inf), (-torch.inf, x == -torch.inf)):

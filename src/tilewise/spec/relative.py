@@ -1,23 +1,24 @@
-"""A bias by distance, tile by tile: which values a tile of scores reads, and which of them its gradient goes to.
+"""Relative position bias tile by tile: the values that a tile of scores reads, and the gradient of these values.
 
-Query ``i`` stands at a position, key ``j`` at another, and an entry of a row of ``values`` belongs to one distance
-between the two. That is ``j - i`` plus a constant, which is counted in ``lo`` where the host knows it; else it is the
-``shift``, one number for each batch element. A row of values belongs to a query, to a key, or to all:
+An entry of a row of ``values`` belongs to one distance, the position of the key minus the position of the query. That
+is ``j - i`` plus a constant: part of ``lo`` if the host knows it, else the ``shift``, one number per batch element. A
+row of values belongs to a query, to a key, or to all:
 
     axis "query"    bias[i, j] = values[i, j - i + shift - lo]      Shaw, Transformer-XL, DeBERTa c2p
     axis "key"      bias[i, j] = values[j, j - i + shift - lo]      DeBERTa p2c
     axis "none"     bias[i, j] = values[0, j - i + shift - lo]      T5, ALiBi: a Toeplitz matrix
 
-A tile of R rows and C columns meets R + C - 1 distances. `window` lays out what each row of values has for them,
-ascending; a tile is a skewed view of that, and its gradient is written through the same view:
+A tile of R rows and C columns meets R + C - 1 distances. `window` returns the values of each row for them in ascending
+order. The tile of the bias is a skewed view of the window (relative shift), and its gradient is written through the
+same view:
 
     window of a query row, distances     -2 -1  0  1  2  3         tile of 3 x 4 scores, distances
     query 0                                     a  b  c  d          0  1  2  3        a b c d
     query 1                                  e  f  g  h            -1  0  1  2   =    e f g h
     query 2                               p  q  r  s               -2 -1  0  1        p q r s
 
-Nothing here grows with M·N but `gather` and `scatter`, which the reference and the tests are for. docs/maths.md derives
-it, "A bias by distance". Values may have any leading axes, for a backend cuts batches and heads as it likes.
+Only `gather` and `scatter`, for the reference and tests, take memory of M·N. See docs/maths.md, "A bias by distance".
+Values may have any leading axes, since backends may split batches and heads.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from tilewise.spec.score import Band, Distances
 
 Kind = Literal["inside", "cut", "zero", "hidden", "clamp"]
 
-# How the distances that a tile meets lie to those that have an entry; what `state` returns.
+# States of the distances that a tile meets, against those that have an entry; see `state`.
 BELOW, ABOVE, CUT, INSIDE = 0, 1, 2, 3
 
-FOLD = 32  # rows to which a tile is flattened before it is summed along its diagonals
+FOLD = 32  # rows of a tile after `_flattened`
 
 
 class Relative(NamedTuple):
-    """A bias by distance as every backend takes it.
+    """Relative position bias in the form that all backends take.
 
-    values: (B|1, H|Hkv|1, M, R) for axis "query", (.., N, R) for "key", (.., 1, R) for "none"; float. A backend may
-    pass a part of its batches and heads, under any leading axes.
-    shift: what is added to ``j - i``, an int64 tensor (B|1,) along the first axis of the values; None: nothing.
-    buckets: int64 (count,), the entry of each distance from ``lo`` on; None: the first distance has the first entry,
-    and R is count.
+    values: (B|1, H|Hkv|1, M, R) for axis "query", (.., N, R) for "key", (.., 1, R) for "none"; float. Leading axes may
+    differ where a backend splits batches and heads.
+    shift: int64 (B|1,) along the first axis of the values, added to ``j - i``; None is 0.
+    buckets: int64 (count,), the entry of each distance from ``lo`` on; None if each distance has its own entry, R =
+    count.
     """
 
     values: Tensor
@@ -54,35 +55,31 @@ class Relative(NamedTuple):
     buckets: Tensor | None = None
 
 
-# --- integers: what a tile meets ---
+# --- integers: the distances of a tile ---
 
 
 def reach(row0, rows, col0, cols):
-    """The least and the largest ``j - i`` of the scores ``row0 .. row0 + rows - 1`` by ``col0 .. col0 + cols - 1``.
-
-    Plain arithmetic, as `state` is, so that a kernel can be given the same source.
-    """
+    """Return the least and the largest ``j - i`` of a tile of scores; like `state` it can be compiled for a kernel."""
     return col0 - (row0 + rows - 1), col0 + cols - 1 - row0
 
 
 def state(least, most, lo, hi):
-    """Of distances ``least .. most`` beside ``lo .. hi``: BELOW or ABOVE them all, CUT by an end, or INSIDE."""
+    """Return the state of distances ``least .. most`` against ``lo .. hi``: BELOW, ABOVE, CUT by an end, or INSIDE."""
     return 2 * ((most >= lo) & (least <= hi)) + 1 * ((least >= lo) & (most <= hi)) + 1 * (least > hi)
 
 
 def tile_kind(relative: Relative, rows: slice, cols: slice) -> Kind:
-    """What a tile of scores asks for: "inside" and "cut" read values; a tile that meets no distance with an entry gets
-    nothing ("zero"), is "hidden" as a whole, or has one entry in each row of values ("clamp").
+    """Return what a tile of scores reads; a tensor of shifts is taken as a whole.
 
-    With a tensor of shifts this is said of all of them together.
+    "inside" and "cut" tiles read values. A tile without any entry adds nothing ("zero"), is fully masked ("hidden"), or
+    reads one entry per row of values ("clamp").
     """
     found = _state(relative, rows, cols)
     return "inside" if found == INSIDE else "cut" if found == CUT else relative.distances.outside
 
 
 def hidden_band(relative: Relative) -> Band | None:
-    """The band that ``outside="hidden"`` leaves visible, so that tiles beyond it are not even visited; None where it
-    hides nothing, or where only the device knows the shifts."""
+    """Return the band left by ``outside="hidden"``; None if nothing is hidden or only the device knows shifts."""
     distances = relative.distances
     if distances.outside != "hidden" or relative.shift is not None:
         return None
@@ -96,15 +93,13 @@ def _state(relative: Relative, rows: slice, cols: slice) -> int:
     return state(least + first, most + last, relative.distances.lo, relative.distances.hi)
 
 
-# --- windows: the distances of a tile, side by side ---
+# --- windows: the values of a tile by ascending distance ---
 
 
 def window(relative: Relative, first: int, width: int) -> Tensor:
-    """(..., rows, width): what each row of values has for ``j - i = first .. first + width - 1``, by operations that
-    autograd differentiates.
+    """Return the values of each row for ``j - i = first .. first + width - 1``, (..., rows, width).
 
-    The gradient of the values is deterministic: without a gather it is a copy and, of a clamped end, a sum; and a
-    gather is the one whose transpose adds in a fixed order, see `_take`.
+    The gradient of the values is deterministic: a copy, a sum for a clamped end, or the transpose of `_take`.
     """
     values, distances, shift, buckets = relative
     if shift is not None or buckets is not None:
@@ -115,7 +110,7 @@ def window(relative: Relative, first: int, width: int) -> Tensor:
         return torch.where(inside, taken, 0.0 if distances.outside == "zero" else -torch.inf)
     left, start, middle, right = overlap(distances, first, width)
     none_beyond = isinstance(left, int) and isinstance(right, int) and left == right == 0
-    # All of them as they are: a part's gradient would be copied into zeros.
+    # No narrow if all values are used: its gradient would be copied into zeros.
     whole = none_beyond and isinstance(middle, int) and middle == values.shape[-1]
     inner = values if whole else values.narrow(-1, start, middle)
     if distances.reverse:
@@ -126,10 +121,9 @@ def window(relative: Relative, first: int, width: int) -> Tensor:
 
 
 def add_window(accumulator: Tensor, gradient: Tensor, relative: Relative, first: int) -> None:
-    """`window` backwards: add the gradient of a window to ``accumulator``, which has the rows of values it was made of.
+    """Add the gradient of a `window` to ``accumulator``, shaped like the rows of values of the window.
 
-    Leading axes along which the accumulator has size 1 are summed over. What is outside goes to the two ends where they
-    are clamped, and nowhere else.
+    Leading axes of size 1 in the accumulator are summed over. Outside, gradients go to the clamped ends or are dropped.
     """
     distances = relative.distances
     width, R = gradient.shape[-1], accumulator.shape[-1]
@@ -153,8 +147,7 @@ def add_window(accumulator: Tensor, gradient: Tensor, relative: Relative, first:
 
 
 def overlap(distances: Distances, least: int, width: int) -> tuple[int, int, int, int]:
-    """Of ``width`` distances from ``least`` on: how many lie below those with an entry, the first entry of those inside
-    and their number, how many lie above. Of integers that a compiler may not know yet."""
+    """Split ``width`` distances from ``least`` on: (count below entries, first entry, count inside, count above)."""
     left = smaller(larger(distances.lo - least, 0), width)
     right = smaller(larger(least + width - 1 - distances.hi, 0), width)
     start = smaller(larger(least - distances.lo, 0), distances.count)
@@ -163,12 +156,12 @@ def overlap(distances: Distances, least: int, width: int) -> tuple[int, int, int
 
 
 def _end(relative: Relative, high: bool) -> int:
-    """Where the entry of the least or of the largest distance stands; without buckets."""
+    """Return the index of the entry of the least or of the largest (``high``) distance, without buckets."""
     return relative.distances.count - 1 if high != relative.distances.reverse else 0
 
 
 def _beyond(relative: Relative, high: bool, width: int) -> Tensor:
-    """(..., rows, width): what distances beyond the entries have."""
+    """Return (..., rows, width), the values for distances beyond the entries."""
     values, outside = relative.values, relative.distances.outside
     if outside == "clamp":
         return values.narrow(-1, _end(relative, high), 1).expand(*values.shape[:-1], width)
@@ -176,8 +169,7 @@ def _beyond(relative: Relative, high: bool, width: int) -> Tensor:
 
 
 def _entries(relative: Relative, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """For ``j - i = first .. first + width - 1`` the entry of each, that of the nearest end outside, and whether it is
-    inside: (1, ..., 1, width), or (n, 1, ..., width) with n shifts."""
+    """Return `_entry_of` for ``j - i`` from ``first`` on: (1, ..., 1, width), or (n, 1, ..., width) with n shifts."""
     device, lead = relative.values.device, relative.values.dim() - 2
     distance = torch.arange(first, first + width, device=device)
     if relative.shift is not None:
@@ -186,7 +178,7 @@ def _entries(relative: Relative, first: int, width: int) -> tuple[Tensor, Tensor
 
 
 def _entry_of(relative: Relative, distance: Tensor) -> tuple[Tensor, Tensor]:
-    """The entry of each distance, of the nearest end outside, and whether it is inside."""
+    """Return the entry of each distance, clamped to the nearest end, and True where it is inside."""
     distances = relative.distances
     entry = distance - distances.lo
     inside = (entry >= 0) & (entry < distances.count)
@@ -197,10 +189,10 @@ def _entry_of(relative: Relative, distance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
-    """``values[..., index]`` (..., rows, width), differentiable, with a gradient that adds in a fixed order.
+    """Return ``values[..., index]``, (..., rows, width), with a gradient that adds in a fixed order.
 
-    On the CPU `torch.gather` has such a gradient, scatter_add, but not indexing, whose threads add by turns; on a GPU
-    it is the other way round.
+    On the CPU that is the gradient of `torch.gather`, scatter_add, as indexing adds from several threads; on a GPU it
+    is the gradient of indexing, as scatter_add uses atomics.
     """
     lead = torch.broadcast_shapes(values.shape[:-1], index.shape[:-1])
     values = values.expand(*lead, values.shape[-1])
@@ -216,15 +208,15 @@ def _take(values: Tensor, index: Tensor) -> Tensor:
 
 
 def skewed(values: Tensor) -> Tensor:
-    """The view (..., rows, rows + R - 1) of values (..., rows, R) whose element (r, c) is entry ``c - r`` of row r.
+    """View values (..., rows, R) as (..., rows, rows + R - 1), whose element (r, c) is entry ``c - r`` of row r.
 
-    So entries stand at column ``c = j + shift - lo`` for axis "query", whatever the shift: an ordinary tile of this
-    view is a tile of the bias. It holds where ``0 <= c - r < R``; elsewhere other rows' values show. The view stays
-    within the memory of the values, and TMA reads it where its row stride, the values' less 1, is a multiple of 16
-    bytes: the layout that `tilewise.bias.relative_logits` makes.
+    For axis "query" entries are at column ``c = j + shift - lo``, so that a tile of this view is a tile of the bias,
+    where ``0 <= c - r < R``; elsewhere it shows values of other rows. The view stays within the memory of the values.
+    TMA can read it if its row stride, the values' minus 1, is a multiple of 16 bytes: the layout of
+    `tilewise.bias.relative_logits`.
 
     Raises:
-        ValueError: rows that overlap or whose elements are apart.
+        ValueError: rows that overlap or whose elements are not contiguous.
     """
     rows, R = values.shape[-2:]
     step, one = values.stride()[-2:]
@@ -235,10 +227,10 @@ def skewed(values: Tensor) -> Tensor:
 
 
 def tile(relative: Relative, rows: slice, cols: slice) -> Tensor | None:
-    """What the scores of queries ``rows`` and keys ``cols`` get added, in the values' dtype; None: nothing.
+    """Return what is added to the scores of queries ``rows`` and keys ``cols``; None for nothing.
 
-    Broadcastable to (..., rows, cols): a clamped tile is constant along one axis, a hidden one is -inf alone. Of a tile
-    inside, ascending values per query are not copied.
+    Broadcastable to (..., rows, cols), in the values' dtype: constant along one axis if clamped, a single -inf if
+    hidden. A tile inside of ascending values per query is a view.
     """
     values, distances, _, _ = relative
     height, width = rows.stop - rows.start, cols.stop - cols.start
@@ -255,7 +247,7 @@ def tile(relative: Relative, rows: slice, cols: slice) -> Tensor | None:
     laid = window(own, first, height + width - 1)
     if distances.axis == "query":
         return _skew(laid, width)
-    # Columns descend with the distance: for a key as the queries ascend, for a Toeplitz matrix in its rows from below.
+    # Distances fall as queries ascend: flip the window of a key, and the rows of a Toeplitz tile.
     if distances.axis == "key":
         return _skew(laid.flip(-1), height).mT
     laid = laid.contiguous()
@@ -263,10 +255,10 @@ def tile(relative: Relative, rows: slice, cols: slice) -> Tensor | None:
 
 
 def add_gradient(accumulator: Tensor, gradient: Tensor, relative: Relative, rows: slice, cols: slice) -> None:
-    """`tile` backwards: add dS (..., rows, cols) of a tile to ``accumulator``, which has the shape of the values.
+    """Add the gradient of a `tile`, dS (..., rows, cols), to ``accumulator``, shaped like the values.
 
-    Both in float32 (float64 for float64 inputs). Leading axes along which the accumulator has size 1 are summed over. A
-    sum along diagonals: the tile is skewed, so that each distance has a column, and columns are what is added.
+    Both are float32 (float64 for float64 inputs). Leading axes of size 1 in the accumulator are summed over. The tile
+    is skewed so that each distance has a column, and columns are added: a sum along diagonals.
     """
     distances = relative.distances
     height, width = rows.stop - rows.start, cols.stop - cols.start
@@ -303,8 +295,10 @@ def add_gradient(accumulator: Tensor, gradient: Tensor, relative: Relative, rows
 
 
 def _flattened(gradient: Tensor) -> Tensor:
-    """Return a gradient of ``FOLD`` rows with the same sums along diagonals: every block of rows is added to the first,
-    as many columns before it as its rows are below. To skew the whole tile takes seven times as long."""
+    """Return a gradient of ``FOLD`` rows with equal sums along diagonals, seven times as fast as skewing the tile.
+
+    Blocks of rows are added to the first one, each moved left by its row offset.
+    """
     width, blocks = gradient.shape[-1], gradient.split(FOLD, -2)
     found = gradient.new_zeros(*gradient.shape[:-2], FOLD, width + FOLD * (len(blocks) - 1))
     for n, block in enumerate(reversed(blocks)):
@@ -313,7 +307,7 @@ def _flattened(gradient: Tensor) -> Tensor:
 
 
 def _is_plain(relative: Relative) -> bool:
-    """Whether `skewed` values are the bias: one ascending row a query, contiguous, and a shift that is known."""
+    """True if `skewed` values are the bias: an ascending, contiguous row per query, and no shift on the device."""
     values, distances = relative.values, relative.distances
     return (
         distances.axis == "query" and not distances.reverse and relative.buckets is None
@@ -324,23 +318,20 @@ def _is_plain(relative: Relative) -> bool:
 
 
 def _part_of_skewed(own: Relative, rows: slice, cols: slice) -> Tensor:
-    """The tile of `skewed` values of a tile of scores inside; no two of its elements share memory."""
+    """Return the tile of `skewed` values for a tile of scores inside; its elements do not overlap in memory."""
     begin = cols.start - rows.start - own.distances.lo
     return skewed(own.values)[..., begin : begin + cols.stop - cols.start]
 
 
 def _own(relative: Relative, rows: slice, cols: slice) -> Relative:
-    """With the rows of values that belong to a tile."""
+    """Return ``relative`` with the rows of values that belong to a tile."""
     axis = relative.distances.axis
     part = rows if axis == "query" else cols if axis == "key" else slice(None)
     return relative._replace(values=relative.values[..., part, :])
 
 
 def _skew(laid: Tensor, width: int) -> Tensor:
-    """(..., rows, width) of windows (..., rows, rows + width - 1): each row begins one column before the row above.
-
-    The view is written through too; elements of it never share memory.
-    """
+    """View windows (..., rows, rows + width - 1) as (..., rows, width); each row starts a column before the last."""
     laid = laid.contiguous()
     rows, W = laid.shape[-2:]
     size, strides = (*laid.shape[:-1], width), (*laid.stride()[:-2], W - 1, 1)
@@ -351,7 +342,7 @@ def _skew(laid: Tensor, width: int) -> Tensor:
 
 
 def gather(relative: Relative, M: int, N: int) -> Tensor:
-    """The whole bias (B|1, H|Hkv|1, M, N) in the values' dtype, by definition: one gather."""
+    """Return the whole bias (B|1, H|Hkv|1, M, N) in the values' dtype, by definition."""
     values, distances = relative.values, relative.distances
     index, inside = _matrix(relative, M, N)
     B = max(values.shape[0], index.shape[0])
@@ -366,8 +357,7 @@ def gather(relative: Relative, M: int, N: int) -> Tensor:
 
 
 def scatter(relative: Relative, gradient: Tensor) -> Tensor:
-    """`gather` backwards: the gradient of the values, in their shape, from that of all scores (B, H, M, N), whose dtype
-    it has."""
+    """Return the gradient of the values of `gather`, in their shape, from that of all scores (B, H, M, N)."""
     values, distances = relative.values, relative.distances
     B, H, M, N = gradient.shape
     index, inside = _matrix(relative, M, N)
@@ -383,7 +373,7 @@ def scatter(relative: Relative, gradient: Tensor) -> Tensor:
 
 
 def _matrix(relative: Relative, M: int, N: int) -> tuple[Tensor, Tensor]:
-    """The entry of each pair, (B|1, 1, M, N), and whether it is inside."""
+    """Return the entry of each pair, (B|1, 1, M, N), and True where it is inside."""
     device = relative.values.device
     distance = (torch.arange(N, device=device) - torch.arange(M, device=device)[:, None])[None, None]
     return _entry_of(relative, distance if relative.shift is None else distance + relative.shift.view(-1, 1, 1, 1))

@@ -1,9 +1,9 @@
-"""The terms of the score pipeline, as small frozen values.
+"""Terms of the score pipeline as small frozen values.
 
     s = scale * q·k  ->  softcap  ->  + bias  ->  where visible, else -inf  ->  softmax  ->  dropout
 
-Tensors (the bias, the mask) are arguments of a call, not terms; a term holds numbers only. So of a bias by distance
-the `Distances` stand here, and its values among the `bias_components.Parts`.
+Terms hold numbers only; tensors are arguments of a call. A relative position bias has its `Distances` here and its
+values in `bias_components.Parts`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ Outside = Literal["zero", "hidden", "clamp"]
 
 
 class Numbers(TypedDict, total=False):
-    """A caller's numbers of the score, by their keywords; one that is None or left out has its default."""
+    """Keyword numbers of a caller for the score; None or a missing one is the default."""
 
     scale: float | None
     softcap: float | None
 
 
-# From an LSE beyond it no kernel makes probabilities again: float32 numbers are two and more apart there. Only a bias
-# that hides all keys of a row by a large number leads so far.
+# Largest |LSE| from which kernels recompute probabilities: beyond it float32 numbers are 2 or more apart. Only a large
+# negative bias on all keys of a row leads there.
 COARSE_LSE = 2.0**24
 START = Origin()
 
 
 @dataclass(frozen=True)
 class Band:
-    """Query ``i`` sees key ``j`` when ``lo <= j - i <= hi``; ``None`` is no limit.
+    """Visible pairs around a diagonal: query ``i`` sees key ``j`` if ``lo <= j - i <= hi``; None is no limit.
 
-    Causal attention and a sliding window are both bands, so that every backend knows one geometry only.
+    Causal attention and local windows are both bands, so that backends have one case only.
     """
 
     lo: int | None = None
@@ -55,7 +55,7 @@ class Band:
 
     @classmethod
     def aligned(cls, causal: bool, window: Window | None, diagonal: int) -> Band:
-        """The band of ``causal`` and ``window``, whose centre for query ``i`` is key ``i + diagonal``.
+        """Return the band of ``causal`` and ``window`` around key ``i + diagonal`` for query ``i``.
 
         ``diagonal = N - M`` aligns bottom-right (the last query sees the last key), ``0`` aligns top-left.
         """
@@ -68,11 +68,11 @@ class Band:
         )
 
     def shifted(self, diagonal: int) -> Band:
-        """The band of a sequence of a packed batch, whose own is counted from its last query and key: N - M."""
+        """Return the band of one sequence of a packed batch, whose limits are relative to its diagonal N - M."""
         return Band(*(None if x is None else x + diagonal for x in (self.lo, self.hi)))
 
     def both(self, other: Band | None) -> Band:
-        """What the two leave visible together; None hides nothing."""
+        """Return the intersection with another band; None does not limit."""
         if other is None:
             return self
         lo = other.lo if self.lo is None else self.lo if other.lo is None else larger(self.lo, other.lo)
@@ -82,10 +82,10 @@ class Band:
 
 @dataclass(frozen=True)
 class Distances:
-    """Which distances have an entry: ``lo .. lo + count - 1``. Numbers alone, so that plans can be kept by them.
+    """Range of distances that have an entry, ``lo .. lo + count - 1``; part of the key of cached plans.
 
-    reverse: entries descend with the distance. outside: any other distance has 0, is hidden (-inf), or has the entry of
-    the nearest end.
+    reverse: entries descend with the distance.
+    outside: value of other distances: 0, -inf ("hidden"), or the entry of the nearest end ("clamp").
     """
 
     axis: Axis
@@ -101,9 +101,9 @@ class Distances:
 
 @dataclass(frozen=True)
 class Far:
-    """Where a Toeplitz bias needs no values: from ``lo`` down and from ``hi`` up it is one number each, or on a line.
+    """Distances from ``lo`` down and from ``hi`` up at which a Toeplitz bias need not be read.
 
-    lo, hi: of ``j - i``; lo <= hi. linear: on a line; a number is one, too.
+    linear: it is a linear function of the distance on either side; else one number on each side.
     """
 
     lo: int
@@ -111,20 +111,24 @@ class Far:
     linear: bool = False
 
     def both(self, other: Far) -> Far:
-        """Of the sum of two."""
+        """Return the far distances of the sum of two Toeplitz biases."""
         return Far(smaller(self.lo, other.lo), larger(self.hi, other.hi), self.linear or other.linear)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Every number of the score pipeline: ``scale`` (1/score units), ``softcap`` (score units or None), ``band``.
+    """All numbers of the score pipeline.
 
-    query, key: of a bias by distance with values per query, and of one per key, which distances have an entry. One for
-    all, a Toeplitz bias, has one for each of M + N - 1: `bias_components.Parts.relatives`.
-    toeplitz: of such a one, where its entries need not be read; None where nothing is known. The gradient of those may
-    then come at any of them that leads to the same gradient of a number or a line.
-    dropout: how many of `dropout.NUMBERS` drop a probability; 0 is no dropout. origin: from where on it counts places.
-    packed: of a packed batch; its band is then counted from the last query and key of each sequence, `Band.shifted`.
+    scale: factor of q·k.
+    softcap: bound of the scores, or None.
+    query, key: distances with an entry, for relative position values per query and per key. A Toeplitz bias has all M +
+    N - 1, see `bias_components.Parts.relatives`.
+    dropout: how many of `dropout.NUMBERS` drop a probability; 0 is no dropout.
+    packed: description of a packed batch; the band is then relative to the diagonal of each sequence, see
+    `Band.shifted`.
+    origin: first query, key and head in dropout's coordinates.
+    toeplitz: distances at which the Toeplitz bias need not be read; None if unknown. A backward may add their gradients
+    to any far entry that leads to an equal gradient of the number or line.
     """
 
     scale: float
@@ -142,7 +146,7 @@ class Score:
         cls, band: Band, head_dim: int, *, dropout_p: float = 0.0, scale: float | None = None,
         softcap: float | None = None,
     ) -> Score:  # fmt: skip
-        """Of a caller's numbers, those that `check_numbers` has let pass; without a scale it is 1 / sqrt(head_dim)."""
+        """Return the score of numbers checked by `check_numbers`; the default scale is 1 / sqrt(head_dim)."""
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
         dropped = 0 if dropout_p == 0 else dropout.threshold(float(dropout_p))
@@ -150,12 +154,12 @@ class Score:
 
     @property
     def transformed(self) -> bool:
-        """Whether something stands between the scaled product and the bias: `reference.transform`."""
+        """True if `reference.transform` changes the scaled product."""
         return self.softcap is not None
 
 
 class ScoreNumbers(NamedTuple):
-    """A `Score` and the rest of a call but its tensors, flat, as PyTorch's dispatcher can carry them."""
+    """A `Score` and the other non-tensor arguments of a call, flat, for PyTorch's dispatcher."""
 
     lo: int | None
     hi: int | None
@@ -166,7 +170,7 @@ class ScoreNumbers(NamedTuple):
     backend: str
     query_lo: int | None = None
     query_count: int | None = None
-    query_rule: str = ""  # "ascending" or "descending", a space, and what is outside; "" where there is none
+    query_rule: str = ""  # "ascending" or "descending", a space, and `Distances.outside`; "" for None
     key_lo: int | None = None
     key_count: int | None = None
     key_rule: str = ""
@@ -179,7 +183,7 @@ class ScoreNumbers(NamedTuple):
     first_head: int = 0
     toeplitz_lo: int | None = None
     toeplitz_hi: int | None = None
-    toeplitz_rule: str = ""  # "number" or "line"; "" where nothing is known
+    toeplitz_rule: str = ""  # "number" or "line"; "" for None
 
     @classmethod
     def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> ScoreNumbers:
@@ -229,7 +233,7 @@ def _flat(distances: Distances | None) -> tuple[int | None, int | None, str]:
 
 
 def _distances(axis: Axis, lo: int | None, count: int | None, rule: str) -> Distances | None:
-    """`_flat` backwards."""
+    """Return the `Distances` of `_flat`."""
     if lo is None or count is None:
         return None
     order, outside = rule.split(" ")
@@ -237,16 +241,16 @@ def _distances(axis: Axis, lo: int | None, count: int | None, rule: str) -> Dist
 
 
 def is_positive_float(x: float) -> bool:
-    """Whether a number is positive and finite; an int may be larger than any float."""
+    """True if a number is positive and finite as a float; an int may exceed the largest float."""
     return 0 < x < math.inf and not (isinstance(x, Rational) and x > sys.float_info.max)
 
 
 def check_numbers(
     window: Window | None = None, *, dropout_p: float, scale: float | None = None, softcap: float | None = None
 ) -> None:
-    """Raise for a number that no call accepts; sizes play no part here."""
+    """Raise for a number that no call accepts, whatever its sizes."""
     if window is None and scale is None and softcap is None and type(dropout_p) is float and dropout_p == 0.0:
-        return  # the defaults, without a loop over them
+        return  # fast path for the defaults
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise TypeError(f"window: expected a pair (left, right) of int or None, got {window!r}")

@@ -1,9 +1,8 @@
-"""Packed batches: sequences of any lengths, end to end along one axis, and what one of them is.
+"""Packed batches: sequences of any lengths, concatenated along one axis.
 
-Sequence b has the queries ``cu_q[b] .. cu_q[b + 1] - 1`` and the keys from ``cu_k[b]`` on, up to ``cu_k[b + 1]`` or as
-many as ``used_k[b]``. Queries and keys of different sequences do not see each other. Everything that is counted, the
-band, distances, the entries of a bias, dropout's places, is counted from each sequence's own first query and key; and
-``causal`` lets each one's last query see its last key.
+Sequence b has the queries ``cu_q[b] .. cu_q[b + 1] - 1`` and the keys from ``cu_k[b]`` to ``cu_k[b + 1] - 1``, or the
+first ``used_k[b]`` of them. It does not see other sequences. Windows, distances, bias entries and dropout count from
+its first query and key, and ``causal`` aligns its last query with its last key.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from torch import Tensor
 
 
 class Lengths(NamedTuple):
-    """Where sequences begin and end: integer tensors (int32 or int64) on the device of q; all None is no packed batch.
+    """Sequence offsets of a packed batch, int32 or int64 on the device of q; all None without one.
 
-    cu_q, cu_k: (B + 1,), in queries and in keys. used_k: (B,), how many keys count, or None for all.
-    pairs: (B + 1,), of a ragged bias where each sequence's matrix begins, in elements.
+    cu_q, cu_k: (B + 1,), in queries and in keys.
+    used_k: (B,), number of keys in use, or None for all.
+    pairs: (B + 1,), offset in elements of the matrix of each sequence in a ragged bias.
     """
 
     cu_q: Tensor | None = None
@@ -33,13 +33,13 @@ NO_LENGTHS = Lengths()
 
 @dataclass(frozen=True)
 class Packed:
-    """What the host knows of a packed batch: the longest sequences, and which operands lie packed as well.
+    """Host-side description of a packed batch.
 
     max_q, max_k: at least the queries and keys of the longest sequence.
-    forms: of the operands that are not padded to these, their names: "bias" along the keys or the queries, "cols" and
-    "rows" of bias parts, and "sink". "ragged": the bias is one matrix a sequence, end to end. "from_start": the
-    distances of a Toeplitz bias are counted from j - i and not from the last query and key. "query_from_end": those of
-    values per query are counted from these, so that their shift is queries less keys; "key_from_end" likewise.
+    forms: names of the operands that are packed and not padded to max_q and max_k: "bias" along the keys or the
+    queries, "cols" and "rows" of the bias components, "sink". Also "ragged": the bias has one matrix per sequence,
+    concatenated. "from_start": distances of a Toeplitz bias are relative to j - i, not to the last query and key.
+    "query_from_end", "key_from_end": the shift of values per query or per key is queries minus keys.
     """
 
     max_q: int
@@ -48,23 +48,23 @@ class Packed:
 
 
 class SequencePlace(NamedTuple):
-    """One sequence, in integers that the host has read."""
+    """Offsets and sizes of one sequence, as integers on the host."""
 
     number: int
     first_query: int
     queries: int
     first_key: int
     keys: int
-    first_pair: int  # of a ragged bias, its first element
+    first_pair: int  # its first element in a ragged bias
 
 
 def places(lengths: Lengths, packed: Packed, totals: tuple[int, int], pairs: int | None = None) -> list[SequencePlace]:
-    """Every sequence, checked against the numbers of queries and keys and, of a ragged bias, of ``pairs``.
+    """Return all sequences, checked against ``totals`` and the number of ``pairs`` of a ragged bias.
 
-    It reads the tensors: on a GPU the host waits.
+    Reading the tensors synchronizes the host with a GPU.
 
     Raises:
-        ValueError: naming the argument, what came and what is allowed.
+        ValueError: naming the argument, what was passed and what is allowed.
     """
     assert lengths.cu_q is not None
     assert lengths.cu_k is not None

@@ -1,4 +1,4 @@
-"""What may stand where a call wants a tensor, and what PyTorch's own CausalBias says."""
+"""Checks of tensor types, conversion of plain integers, and PyTorch's CausalBias."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-# What every call may be given without a look at its class.
+# Types that need no further check.
 PLAIN = frozenset((Tensor, Parameter, type(None)))
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _NO_FUNCTION = torch._C._disabled_torch_function_impl
-_EMPTY_CELL = CellType()  # of a name without a value yet
+_EMPTY_CELL = CellType()  # cell of a variable that is not assigned yet
 _DEFAULT_FUNCTION = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 def check_tensor(name: str, x: object, *, may_be_causal: bool = False) -> None:
-    """Raise for what is no dense tensor: no tensor, sparse, nested, or of a class that gives its memory a meaning.
+    """Raise unless ``x`` is a dense tensor: not sparse, not nested, and of no class with a ``__torch_function__``.
 
-    Such a class has a ``__torch_function__`` of its own: what it stands for, its functions know and its memory need
-    not (that of a CausalBias was never written). A subclass without one is its memory, and one that has only a
-    ``__torch_dispatch__`` (a FakeTensor, a DTensor) is asked by the operator. ``may_be_causal`` lets a CausalBias pass.
+    Such a class may give its memory another meaning (that of a CausalBias is uninitialized). Subclasses without one
+    pass, and those with only a ``__torch_dispatch__`` (FakeTensor, DTensor) are handled by the operator.
+    ``may_be_causal`` also accepts a CausalBias.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
@@ -48,8 +48,7 @@ def _has_function(kind: type[Tensor]) -> bool:
 
 
 def plain_int(x: Any) -> Any:
-    """An int of one of numpy's, or of an integer tensor of no dimensions, for which the host waits on a GPU; anything
-    else as it is, for whoever checks it."""
+    """Return an int for a numpy integer or 0-d integer tensor (synchronizes with a GPU); anything else unchanged."""
     if type(x) is int:
         return x
     if isinstance(x, Tensor):
@@ -58,15 +57,14 @@ def plain_int(x: Any) -> Any:
 
 
 def plain_ints(pair: Any) -> Any:
-    """The same of a pair, or of a tensor or an array of two numbers."""
+    """Return `plain_int` of both elements of a pair, or of a tensor or array of two numbers."""
     if isinstance(pair, Tensor) or type(pair).__module__ == "numpy":
         pair = pair.tolist()
     return tuple(plain_int(x) for x in pair) if isinstance(pair, (tuple, list)) else pair
 
 
 def is_causal_bias(x: object) -> bool:
-    """Whether ``x`` is a `torch.nn.attention.bias.CausalBias`, of a module that is slow to import: before somebody else
-    has imported it there is none."""
+    """True if ``x`` is a `torch.nn.attention.bias.CausalBias`, without importing this slow module."""
     if type(x) in PLAIN:
         return False
     module = sys.modules.get("torch.nn.attention.bias")
@@ -74,7 +72,7 @@ def is_causal_bias(x: object) -> bool:
 
 
 def is_dtensor(x: object) -> bool:
-    """The same of DTensor."""
+    """True if ``x`` is a DTensor, without importing its module."""
     if type(x) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -82,7 +80,7 @@ def is_dtensor(x: object) -> bool:
 
 
 def causal_limit(name: str, bias: Tensor, queries: int, keys: int) -> int:
-    """The largest ``j - i`` at which the CausalBias lets query i see key j."""
+    """Return the largest ``j - i`` that the CausalBias leaves visible."""
     from torch.nn.attention.bias import CausalVariant
 
     M, N = bias.seq_len_q, bias.seq_len_kv  # type: ignore[attr-defined]
@@ -92,8 +90,11 @@ def causal_limit(name: str, bias: Tensor, queries: int, keys: int) -> int:
 
 
 def tensors_read_by(function: Any) -> list[Tensor]:
-    """The tensors that a function finds outside its arguments: in its closure and defaults, under global names, and as
-    attributes of objects there; also where functions, partials, tuples, lists and dictionaries lead to them."""
+    """Return the tensors that a function reads besides its arguments.
+
+    Searches its closure, defaults and globals, attributes of objects there, and nested functions, partials and
+    containers.
+    """
     found: list[Tensor] = []
     seen: set[int] = set()
     left = [function]
@@ -125,17 +126,17 @@ def tensors_read_by(function: Any) -> list[Tensor]:
 
 
 class Versions:
-    """Tensors as they are now, by how often PyTorch has seen each change. It keeps none alive."""
+    """Version counters of tensors, held by weak references, to detect in-place changes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._known = [(weakref.ref(x), x._version) for x in tensors]
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
-        """True if these are the same tensors, unchanged."""
+        """True if these are the tensors given before, unchanged."""
         pairs = zip(self._known, tensors, strict=False)
         return len(self._known) == len(tensors) and all(x() is y and n == y._version for (x, n), y in pairs)
 
 
 def stream_of(device: torch.device) -> int | None:
-    """The stream of a GPU on which this thread works; None of a CPU."""
+    """Return this thread's current CUDA stream; None on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None

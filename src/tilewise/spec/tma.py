@@ -1,4 +1,4 @@
-"""How a tensor lies in memory, as far as the bulk copies of a GPU (TMA) ask."""
+"""Requirements of TMA, the bulk copies of a GPU, on the memory layout of a tensor."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int, aligned: bool) -> bool:
-    """Whether a TMA descriptor can hold such a tensor; strides in elements, ``aligned``: to 16 bytes.
+    """True if a TMA descriptor can describe the tensor; strides in elements, ``aligned``: to 16 bytes.
 
-    It needs contiguous rows, every other stride a positive multiple of 16 bytes below 2⁴⁰, and coordinates of 32 bits.
-    Nobody steps along an axis of size 1, so that its stride is free. An axis along which a kernel always reads at 0
-    is left out by whoever asks: a batch that shares a matrix.
+    It needs contiguous rows, other strides that are positive multiples of 16 bytes below 2⁴⁰, and coordinates of 32
+    bits. The stride of an axis of size 1 is free. Callers leave out axes that a kernel reads at index 0 only, such as a
+    broadcast batch.
     """
     *outer, last = zip(shape, strides, strict=True)
     lines = [stride * itemsize for size, stride in outer if size > 1]
@@ -25,5 +25,5 @@ def fits_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int, aligne
 
 
 def tensor_fits_tma(x: Tensor, aligned: bool) -> bool:
-    """`fits_tma` of a tensor with all its axes. Its address is not asked for here: a traced one has none."""
+    """Return `fits_tma` of a tensor with all its axes; its address is not read, as traced tensors have none."""
     return fits_tma(x.shape, x.stride(), x.element_size(), aligned)

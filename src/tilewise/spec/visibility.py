@@ -1,21 +1,21 @@
-"""Who sees whom, tile by tile: band ∧ mask, as one account for every walk over tiles, of rows and of keys.
+"""Tiles that a program visits, under the band (causal or local window) and a tile mask.
 
-A program that holds a tile of queries walks the tiles of keys that some of them see, and one that holds keys the tiles
-of queries. Of each tile it visits it wants to know what may hide a pair in it:
+A program with a tile of queries loops over the key tiles that some of them see, one with a tile of keys over query
+tiles. Each visited tile is of one kind:
 
-    full     nothing: no test at all
-    mixed    the mask alone, of which the tile has hidden and visible elements
-    cut      the band, or the end of the keys or queries; and perhaps the mask too
+    full     no pair is hidden: no mask at all
+    mixed    partial under the mask alone
+    cut      the band, or the end of the keys or queries, may hide pairs, and perhaps the mask too
 
-The band leaves an interval of tiles, with an interval of full ones inside (`tiles.key_tiles`, `tiles.query_tiles`). A
-mask says of each tile whether it is `HIDDEN`, `MIXED` or `WHOLE`, and takes hidden tiles out of the walk. What is left
-is a list of tiles, one kind after the other, because each has a loop of its own:
+The band leaves an interval of tiles, with an interval of full ones inside (`tiles.key_tiles`, `tiles.query_tiles`). The
+mask gives each tile a state, empty (`HIDDEN`), partial (`MIXED`) or full (`WHOLE`); empty tiles are skipped. Tiles are
+listed by kind, because each kind has its own loop:
 
-    queries 192 .. 255 in a causal band, BLOCK 64:    interval 0 .. 3, inside the band 0 .. 2
-    the mask of these tiles:                          MIXED, HIDDEN, WHOLE, MIXED
-    the walk:                                         full 2;  mixed 0;  cut 3
+    queries 192 .. 255, causal, BLOCK 64:       interval 0 .. 3, full inside the band 0 .. 2
+    the mask of these tiles:                    MIXED, HIDDEN, WHOLE, MIXED
+    visited:                                    full 2;  mixed 0;  cut 3
 
-`visited`, `is_cut` and `is_full` use nothing but comparisons and ``& |``: on integers, and, compiled, on a vector of
+`visited`, `is_cut` and `is_full` use only comparisons and ``& |``: they work on integers and, compiled, on vectors of
 tile numbers (``triton.jit(visited)``).
 """
 
@@ -24,27 +24,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# What a mask leaves of a tile.
+# States of a tile under a mask: empty, partial, full.
 HIDDEN, MIXED, WHOLE = 0, 1, 2
 
 
 def visited(n, begin, end, state):
-    """Whether a walk over the interval ``begin .. end - 1`` visits tile ``n``, of which the mask leaves ``state``."""
+    """True if tile ``n`` with this mask ``state`` is visited in the interval ``begin .. end - 1``."""
     return (n >= begin) & (n < end) & (state > 0)
 
 
 def is_cut(n, full_begin, full_end):
-    """Whether the band or an end may hide a pair of tile ``n``, which the interval visits."""
+    """True if the band or an end may hide pairs of the visited tile ``n``."""
     return (n < full_begin) | (n >= full_end)
 
 
 def is_full(n, full_begin, full_end, state):
-    """Whether nothing hides a pair of tile ``n``, which is visited."""
+    """True if no pair of the visited tile ``n`` is hidden."""
     return (n >= full_begin) & (n < full_end) & (state == 2)
 
 
 class Kinds(NamedTuple):
-    """The tiles that a walk visits, in its order."""
+    """The visited tiles of each kind, in the order of the loops."""
 
     full: list[int]
     mixed: list[int]
@@ -52,7 +52,7 @@ class Kinds(NamedTuple):
 
 
 def kinds(begin: int, full_begin: int, full_end: int, end: int, states: Sequence[int] | None = None) -> Kinds:
-    """The walk over an interval; without ``states`` of its tiles 0, 1, ... there is no mask."""
+    """Return the visited tiles of an interval by kind; ``states`` of tiles 0, 1, ..., or None without a mask."""
     found = Kinds([], [], [])
     for n in range(begin, end):
         state = WHOLE if states is None else states[n]
