@@ -1,16 +1,16 @@
-"""Biases without a matrix: terms that say how a bias follows from positions, from two vectors, or from a small table.
+"""Bias terms computed from positions, from two vectors or from a small table, without a matrix.
 
-RelativeBias       values per query, per key or for all, by distance: Shaw, Transformer-XL, DeBERTa, Inkling
-t5_bias            T5's table of distance buckets
+RelativeBias       relative position values per query, per key or for all: Shaw, Transformer-XL, DeBERTa, Inkling
+t5_bias            T5's table of relative position buckets
 alibi              ALiBi's slopes, trainable or not
-low_rank_bias      u @ w.mT, as a few more columns of q and k
-RaggedBias         of a packed batch, a matrix for each sequence
+low_rank_bias      u @ w.mT, as additional columns of q and k
+RaggedBias         a matrix for each sequence of a packed batch
 swin_bias          Swin's table of offsets in a window; a matrix
-relative_logits    a product that makes the values of a RelativeBias where TMA can read them
+relative_logits    a product that stores the values of a RelativeBias where TMA can read them
 
-t5_buckets, log_buckets, alibi_slopes    T5's and DeBERTa-v2's maps from distance to bucket, ALiBi's slopes
+t5_buckets, log_buckets, alibi_slopes    buckets of T5 and DeBERTa-v2, ALiBi's slopes
 
-Terms are small frozen values and pytree nodes: what walks over tensors finds theirs.
+Terms are frozen dataclasses and pytree nodes with their tensors as leaves.
 """
 
 from __future__ import annotations

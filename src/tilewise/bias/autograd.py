@@ -1,8 +1,8 @@
-"""The vector of T5's table or of ALiBi's slopes in eager calls: one node of autograd's graph.
+"""Vectors of T5's table and ALiBi's slopes in eager calls, as one node of autograd's graph.
 
-Of the operations that a compiler or a transform sees, which `Rule.composed` are, autograd would
-keep eight nodes, and run some twenty operations backwards. The vector is linear in the table and in the slopes: its
-gradient needs none of their numbers. On a GPU with Triton either is one kernel: `tilewise.backends.kernels.vectors`.
+Autograd would keep eight nodes for the operations of `Rule.composed`, and run some twenty operations backward. The
+vector is linear in the table or slopes, so that its gradient does not need their values. With Triton on a GPU forward
+and backward are one kernel each: `tilewise.backends.kernels.vectors`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from tilewise.operator.eager import apply_of, in_forward_mode, is_differentiated
 
 
 class Rule(Protocol):
-    """How a vector follows from ``x``, which is not a part of it."""
+    """Linear map from ``x`` (a table or slopes) to a Toeplitz vector; ``x`` is not part of the rule."""
 
     def composed(self, x: Tensor, first: int, width: int) -> Tensor:
-        """(B|1, H|1, 1, width), float32 or float64: what the distances from ``first`` on have; by operations that
-        autograd differentiates."""
+        """Return (B|1, H|1, 1, width), float32 or float64, for distances from ``first`` on; differentiable."""
 
     def vector(self, x: Tensor, first: int, width: int) -> Tensor:
-        """The same by a kernel."""
+        """Return the vector of `composed`, computed by a kernel."""
 
     def gradient(self, gradient: Tensor, first: int, x: Tensor) -> Tensor:
-        """Of x, in its dtype, from the vector's; on the CPU, or by a kernel."""
+        """Return the gradient of x, in its dtype, from that of the vector; on the CPU, or by a kernel."""
 
 
 def is_node(x: Tensor) -> bool:
-    """Whether nobody looks on for whom the operations are to be seen one by one, and this module has what it takes."""
+    """True if the call is eager, without forward AD, and a CPU or kernel implementation exists."""
     return is_eager((x,)) and not in_forward_mode() and (x.is_cpu or _has_kernels(x))
 
 
@@ -41,7 +40,7 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 def vector_of(rule: Rule, x: Tensor, first: int, width: int) -> Tensor:
-    """A rule's vector of one distance or more, where `is_node`."""
+    """Return the vector of a rule for one distance or more; requires `is_node`."""
     if is_differentiated((x,)):
         return _apply(x, rule, first, width)
     return _made(rule, x, first, width)
@@ -57,7 +56,7 @@ class _Vector(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rule: Rule, first: int, width: int) -> Tensor:
         ctx.rule, ctx.first, ctx.width = rule, first, width
-        ctx.like = x.detach()  # for its layout alone; who changes the numbers in between is not refused
+        ctx.like = x.detach()  # only its layout is used, so in-place changes are allowed
         return _made(rule, x, first, width)
 
     @staticmethod

@@ -1,13 +1,13 @@
-"""What ``bias=`` takes, one tensor, one term or a tuple of them, as the few places that a backend knows.
+"""Canonical form of ``bias=``: the bias components that backends know.
 
-matrix      a tensor full along queries and keys
-cols        a tensor along the keys: one number a key for all queries
+matrix      a tensor that varies along queries and keys
+cols        a tensor along the keys: one number per key for all queries
 rows        a tensor along the queries
-query       values by distance, a row a query
-key         values by distance, a row a key
-toeplitz    values by distance for all: every such term, summed into one vector a head
-low_rank    more columns of q and k; of the reference a part of the matrix
-band        what terms with outside=-inf hide by numbers alone, for tiles that need not be visited
+query       relative position values, a row per query
+key         relative position values, a row per key
+toeplitz    relative position values for all rows: the sum of all such terms, one vector per head
+low_rank    additional columns of q and k; added to the matrix by the reference
+band        limits outside of which terms with outside=-inf hide everything, so that tiles are skipped
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewise.spec.relative import Relative, hidden_band, window
 from tilewise.spec.score import Band, Distances, Far
 from tilewise.spec.tensors import check_tensor
 
-# How an error names each place, and how one who has two can pass them as one.
+# Words for each component in errors, and how to combine two of them.
 _PLACES = {
     "matrix": ("a matrix of queries and keys", "add them"),
     "cols": ("a bias along the keys", "add them"),
@@ -38,7 +38,7 @@ _PLACES = {
 
 
 class Slots(NamedTuple):
-    """A bias by its parts, which are added up; see above."""
+    """The components of a bias, which are added up; see the module."""
 
     matrix: Tensor | None = None  # (B|1, H|Hkv|1, M, N)
     cols: Tensor | None = None  # (B|1, H|Hkv|1, 1, N|1)
@@ -52,12 +52,12 @@ class Slots(NamedTuple):
 
 
 def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch.device | None = None) -> Slots:
-    """``bias`` in its places, checked against a call's sizes and, if given, its device.
+    """Return the components of ``bias``, checked against the sizes of a call and, if given, its device.
 
-    Differentiable: what the Toeplitz vector is made of gets its gradient from the vector's.
+    Differentiable: gradients of the Toeplitz vector reach the tensors it is made of.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed; two parts for one place.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed; two terms for one component.
     """
     parts = bias if isinstance(bias, (tuple, list)) else (bias,)
     sizes = Sizes(B, H, Hkv, M, N)
@@ -82,7 +82,7 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
     if len(toeplitz) == 1 and M == 1 and "query" not in found:
         (only,) = toeplitz
         if isinstance(only, RelativeBias) and only.on == "query":
-            # One query has one row: its values are read as they are, where a vector would have N numbers.
+            # One query has one row, whose values are read directly; a vector would have N numbers.
             found["query"] = only.relative(M, N, on="query")
             return Slots(**found, band=band.both(hidden_band(found["query"])))
     terms = [x.toeplitz(M, N) for x in toeplitz]
@@ -97,10 +97,7 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
 
 
 def dense(term: Term | Tensor, B: int, H: int, M: int, N: int, Hkv: int | None = None) -> Tensor:
-    """The whole bias of one term, (B, H, M, N), float64, by its definition; differentiable.
-
-    For the reference and for tests: nothing else makes a matrix.
-    """
+    """Return the whole bias of one term, (B, H, M, N), float64; differentiable, for the reference and tests."""
     sizes = Sizes(B, H, H if Hkv is None else Hkv, M, N)
     full = _four(term.double()) if isinstance(term, Tensor) else term.dense(sizes)
     return _per_head(full, H).expand(B, H, M, N)
@@ -120,7 +117,7 @@ def put(found: dict[str, Any], place: str, part: Any) -> None:
 
 
 def place_of(x: Tensor, found: dict[str, Any], sizes: Sizes, device: torch.device | None) -> str:
-    """By the axes that it is full along; where queries or keys are one, one more fits where the matrix would be."""
+    """Return the component for a tensor by its axes; a second one may be the matrix if M or N is 1."""
     check_tensor("bias", x)
     B, H, Hkv, M, N = sizes
     if x.dtype not in FLOATING:
@@ -133,7 +130,7 @@ def place_of(x: Tensor, found: dict[str, Any], sizes: Sizes, device: torch.devic
         raise ValueError(f"bias: shape {shape_of(x)} does not broadcast to ({B}|1, {heads}, {M}|1, {N}|1)")
     if m != 1 and n != 1:
         return "matrix"
-    # A number alone: what a bias along the queries is where there is one query, or along the keys where there is one.
+    # A single number goes along the axis of size 1, if there is one.
     places = ["rows"] if m != 1 else ["cols"] if n != 1 else ["rows", "cols"] if M == 1 else ["cols", "rows"]
     if (M == 1 and m == 1) or (N == 1 and n == 1):
         places.append("matrix")
@@ -145,12 +142,12 @@ def _four(x: Tensor) -> Tensor:
 
 
 def _far(term: RelativeBias | T5Bias | Alibi, M: int, N: int) -> Far:
-    """Of one Toeplitz term for a call; where the device alone knows its positions, no distance is far."""
+    """Return `far` of one Toeplitz term; no distance is far if only the device knows its positions."""
     return term.far(M, N) or Far(-M, N)
 
 
 def toeplitz_sum(terms: list[Relative], sizes: Sizes) -> Relative:
-    """Toeplitz terms as one vector over the M + N - 1 distances ``j - i``."""
+    """Return the sum of Toeplitz terms as one vector over the M + N - 1 distances ``j - i``."""
     first, width = 1 - sizes.M, larger(sizes.M + sizes.N - 1, 0)
     vectors = [window(x, first, width) for x in terms]
     heads = max(x.shape[1] for x in vectors)
@@ -161,5 +158,5 @@ def toeplitz_sum(terms: list[Relative], sizes: Sizes) -> Relative:
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
-    """(B, Hkv, ...) with the values of a group for each of its heads."""
+    """Return (B, H, ...) from (B, Hkv, ...), repeating the values of a group for each of its heads."""
     return x if x.shape[1] in (1, heads) else x.repeat_interleave(heads // x.shape[1], 1)

@@ -1,7 +1,7 @@
-"""Small tensors of a term that no call changes, made once: some twenty kernels of 2 µs each would make them anew.
+"""Cache for small constant tensors of terms, which take some twenty kernels of 2 µs each to compute.
 
-A tensor serves the stream alone on which it was made: there whatever reads it runs after what has written it, and
-before what gets its memory once it is forgotten.
+Tensors are cached per stream. On its stream a tensor is written before it is read, and its memory is reused only after
+all reads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _kept: dict[tuple, Tensor] = {}
 
 
 def constant(key: tuple, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-    """``make()``, or what it gave for the same key on a device of the same name, on the same stream.
+    """Return ``make()``, or its earlier result for an equal key, device and stream.
 
-    Not where a compiler, a tracer or a transform looks on, whose tensors have no memory; nor while a CUDA graph is
-    captured, which would go on reading what is kept no more, or own what others read.
+    Not cached under a compiler, tracer or transform, whose tensors have no memory, nor during CUDA graph capture, where
+    a graph would read evicted memory or own memory that others read.
     """
     if device.type == "meta" or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return make()
@@ -35,6 +35,6 @@ def constant(key: tuple, device: torch.device, make: Callable[[], Tensor]) -> Te
     if found is None:
         if len(_kept) >= LIMIT:
             _kept.clear()
-        with torch.inference_mode(False):  # what is made in that mode no later call could save for its backward
+        with torch.inference_mode(False):  # inference tensors cannot be saved for backward
             found = _kept[key] = make()
     return found

@@ -1,4 +1,4 @@
-"""A bias of low rank, ``u @ w.mT``: more columns of q and k, and no other bias at all (FlashBias, arXiv 2505.12044)."""
+"""Low-rank bias ``u @ w.mT``: more columns of q and k, no bias tensor (FlashBias, arXiv 2505.12044)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tilewise.spec.checks import MAX_HEAD_DIM
 @pytree_node
 @dataclass(frozen=True, eq=False, repr=False)
 class LowRankBias(Term):
-    """See `low_rank_bias`."""
+    """Low-rank bias, made by `low_rank_bias`."""
 
     kind: ClassVar[str] = "low_rank"
 
@@ -56,7 +56,7 @@ class LowRankBias(Term):
         check_device(self, device)
 
     def dense(self, sizes: Sizes) -> Tensor:
-        """``u @ w.mT``. What is not finite there has no derivative, which 0 times it would spoil at hidden pairs."""
+        """Return ``u @ w.mT``, without gradient where it is not finite: 0 times inf would make NaN at hidden pairs."""
         u, w = self.u.double(), self.w.double()
         if w.shape[1] not in (1, sizes.H):
             w = w.repeat_interleave(sizes.H // sizes.Hkv, 1)
@@ -65,10 +65,10 @@ class LowRankBias(Term):
         return torch.where(found.isfinite(), u @ w.mT, found)
 
     def check_call(self, q: Tensor, capped: bool) -> None:
-        """Raise for a call that has no room for it.
+        """Raise for a call that the columns cannot be added to.
 
         Raises:
-            ValueError: a softcap (``capped``), which the bias is not to pass through; more than 256 columns.
+            ValueError: a softcap (``capped``), which must not apply to the bias; more than 256 columns.
             TypeError: another dtype than q's.
         """
         D = q.shape[3]
@@ -82,13 +82,11 @@ class LowRankBias(Term):
             raise TypeError(f"LowRankBias.u, w: dtype must be q's {q.dtype}, got {self.u.dtype}")
 
     def extended(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
-        """``[q * a, u / rest]``, ``[k * b, w]`` and ``rest``, by which their product is
-        ``scale * q @ k.mT + u @ w.mT``.
+        """Return ``[q * a, u / rest]``, ``[k * b, w]`` and ``rest``, which scales their product.
 
-        rest is ``scale / (a * b)``, 1 or more and below 2, where a and b are powers of two. So u and w keep their
-        range: u / scale may be past that of float16. What u / rest loses by rounding stands in as many columns more, if
-        they fit: terms that cancel out would show it. New columns are filled up with zeros to rows of 16 bytes where
-        they fit, as TMA reads them.
+        ``rest * product = scale * q @ k.mT + u @ w.mT`` with ``rest = scale / (a * b)``, 1 <= rest < 2 and powers of
+        two a and b: u / scale could overflow float16. If they fit, r more columns hold the rounding error of u / rest,
+        which would show where terms cancel. Columns are padded with zeros to rows of 16 bytes for TMA, if they fit.
         """
         rest, exponent = math.frexp(scale)
         rest, exponent = 2 * rest, exponent - 1
@@ -97,7 +95,7 @@ class LowRankBias(Term):
             quotient = u.double() / rest
             u = quotient.to(q.dtype)
             if u.dtype != torch.float64 and q.shape[3] + 2 * self.rank <= MAX_HEAD_DIM:
-                # Without a derivative: that of the first columns is that of u / rest. 0 beside what is not finite.
+                # Detached: the first columns carry the gradient of u / rest. 0 where u is not finite.
                 lost = (quotient - u).detach().nan_to_num(0.0).to(u.dtype)
                 u, w = torch.cat([u, lost], -1), torch.cat([w, w.nan_to_num(0.0, 0.0, 0.0)], -1)
         width, step = q.shape[3] + u.shape[3], max(16 // q.element_size(), 1)
@@ -112,17 +110,19 @@ class LowRankBias(Term):
 
 
 def low_rank_bias(u: Tensor, w: Tensor) -> LowRankBias:
-    """The bias ``u @ w.mT``, by more columns of q and k.
+    """Return the bias ``u @ w.mT``, computed by additional columns of q and k.
 
     Args:
-        u: (B|1, H|1, M, r), w: (B|1, Hkv|1, N, r), in q's dtype: q and k of a call with both are copied to make room.
-            Head dimension and r must be 256 or less together. With grouped heads w belongs to the key heads, as k does.
+        u: (B|1, H|1, M, r), in q's dtype.
+        w: (B|1, Hkv|1, N, r), in q's dtype. With grouped heads w belongs to the key heads, as k does.
 
-    Where the scale is no power of two there are 2 r columns, for what u loses by rounding when it is divided by the
-    scale; where head dimension and 2 r are more than 256 there are r, and u is rounded.
+    q and k are copied, and head dimension and r must be 256 or less together. If the scale is no power of two there are
+    2 r columns, for the rounding error of u / scale; if head dimension and 2 r exceed 256 there are r, and u is
+    rounded.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed; with a softcap, by the call.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed; with a softcap, raised by the
+            call.
 
     Source: FlashBias, arXiv 2505.12044.
     """

@@ -1,4 +1,4 @@
-"""Biases of a packed batch: which of them lie packed, a matrix for each sequence, and distances from its own start."""
+"""Biases of packed batches: packed tensors, a matrix per sequence, and positions within each sequence."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ from tilewise.spec.tensors import check_tensor
 @pytree_node
 @dataclass(frozen=True, eq=False, repr=False)
 class RaggedBias(Term):
-    """A matrix of its own for each sequence of a packed batch, as graphs and pair representations have: no padding.
+    """A matrix per sequence of a packed batch, without padding, as for graphs and pair representations.
 
     Args:
-        values: (H|Hkv|1, pairs), float: of sequence b, with m queries and n keys, the m·n numbers from ``offsets[b]``
-            on, row after row. Its gradient has its shape and dtype.
-        offsets: (B + 1,), int32 or int64, on the values' device, never read back: where each matrix begins, and an end.
+        values: (H|Hkv|1, pairs), float; the m × n matrix of sequence b, with m queries and n keys, begins at
+            ``offsets[b]``, row-major. Its gradient has its shape and dtype.
+        offsets: (B + 1,), int32 or int64, on the values' device, never read back: the beginning of each matrix, and the
+            end.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed.
     """
 
     kind: ClassVar[str] = "matrix"
@@ -79,7 +80,7 @@ class RaggedBias(Term):
 
 
 class PackedSlots(NamedTuple):
-    """A bias in its places, which of them lie packed (`Packed.forms`), and the offsets of a ragged one."""
+    """Bias components of a packed batch, the names of the packed ones, and the offsets of a ragged one."""
 
     slots: Slots
     forms: tuple[str, ...] = ()
@@ -89,12 +90,12 @@ class PackedSlots(NamedTuple):
 def packed_slots(
     bias: Any, sizes: Sizes, totals: tuple[int, int], lengths: Lengths, device: torch.device
 ) -> PackedSlots:
-    """`canonical` for a packed batch of so many queries and keys; ``sizes`` are those of its longest sequences.
+    """Like `canonical`, but for a packed batch of ``totals`` queries and keys, at most ``sizes`` per sequence.
 
-    A tensor of four dimensions is padded to these; one of fewer lies packed. Positions are counted in each sequence.
+    A tensor of four dimensions is padded to ``sizes``, one with fewer is packed. Positions count within each sequence.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed; two parts for one place.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed; two terms for one component.
     """
     found: dict[str, Any] = {}
     forms: list[str] = []
@@ -130,7 +131,7 @@ def packed_slots(
 
 
 def packed_dense(found: PackedSlots, low_rank: LowRankBias, sizes: Sizes, lengths: Lengths) -> PackedSlots:
-    """`canonical.with_dense` for a packed batch: one matrix that is padded to the longest sequences."""
+    """Like `canonical.with_dense`, but for a packed batch: the matrix is padded to the longest sequences."""
     assert lengths.cu_q is not None
     assert lengths.cu_k is not None
     i, j = (torch.arange(n, device=low_rank.u.device) for n in (sizes.M, sizes.N))
@@ -146,14 +147,14 @@ def packed_dense(found: PackedSlots, low_rank: LowRankBias, sizes: Sizes, length
 
 
 def _padded(x: Tensor, at: Tensor) -> Tensor:
-    """Of (1, H|1, total, ...) what stands ``at`` places (B, n) along the third, (B, H|1, n, ...), 0 past the end."""
+    """Return x[:, :, at], (B, H|1, n, ...), of x (1, H|1, total, ...) and indices (B, n); 0 past the end."""
     last = x.shape[2]
     x = torch.cat([x, x.new_zeros(1).expand(*x.shape[:2], 1, *x.shape[3:])], 2)
     return x[0][:, at.clamp(0, last)].transpose(0, 1)
 
 
 def _vector(x: Tensor, sizes: Sizes, totals: tuple[int, int], device: torch.device) -> tuple[str, Tensor]:
-    """One number a key, (1|H, total_k), or a query, (1|H, total_q, 1)."""
+    """Return component and tensor for one number per key, (1|H, total_k), or per query, (1|H, total_q, 1)."""
     check_tensor("bias", x)
     if x.dtype not in FLOATING:
         raise TypeError(f"bias: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
@@ -174,7 +175,7 @@ def _vector(x: Tensor, sizes: Sizes, totals: tuple[int, int], device: torch.devi
 
 
 def _relative(part: RelativeBias, sizes: Sizes, totals: tuple[int, int], lengths: Lengths, device: torch.device) -> Any:
-    """With values (total, H|Hkv|1, R) as (1, H|Hkv|1, total, R), and with a shift for each sequence."""
+    """Return the relative bias, values (total, H|Hkv|1, R) as (1, H|Hkv|1, total, R), with a shift per sequence."""
     if part.values.dim() == 3:
         letters, total = ("total_q", totals[0]) if part.on == "query" else ("total_k", totals[1])
         rows, heads, R = part.values.shape
@@ -196,20 +197,20 @@ def _relative(part: RelativeBias, sizes: Sizes, totals: tuple[int, int], lengths
 
 
 def _diagonals(lengths: Lengths) -> Tensor:
-    """N - M of each sequence, (B,) int64."""
+    """Return N - M of each sequence, (B,) int64."""
     assert lengths.cu_q is not None
     assert lengths.cu_k is not None
-    if lengths.cu_q is lengths.cu_k and lengths.used_k is None:  # spares four small kernels
+    if lengths.cu_q is lengths.cu_k and lengths.used_k is None:  # saves four small kernels
         return torch.zeros_like(lengths.cu_q[1:], dtype=torch.int64)
     keys = lengths.cu_k.diff() if lengths.used_k is None else lengths.used_k
     return keys.to(torch.int64) - lengths.cu_q.diff()
 
 
 def _toeplitz(terms: list[RelativeBias | T5Bias | Alibi], sizes: Sizes) -> tuple[Any, list[str]]:
-    """One vector for sequences of all lengths, of which each has a part.
+    """Return one vector for all sequences, each of which reads a part of it.
 
-    Where the last query stands at the last key, distances are counted from there: the vector then begins with that of
-    the first of ``max_k`` keys from the last query.
+    By default distances are relative to the last query and key, which are aligned: the vector begins with the distance
+    of the first of ``max_k`` keys from the last query.
     """
     starts = [x.query_start is not None for x in terms]
     if any(starts) and not all(starts):

@@ -1,4 +1,4 @@
-"""RelativeBias: values by distance, per query, per key or for all; and a product that makes them for TMA to read."""
+"""RelativeBias: relative position values per query, per key or for all, and a product that makes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tilewise.spec.relative import Relative, gather
 from tilewise.spec.score import Distances, Far, Outside
 from tilewise.spec.tensors import check_tensor
 
-# Elements to a row of 16 bytes in 16 bits, which autocast may make of any dtype.
+# 16-bit elements per 16 bytes; autocast may turn any dtype into 16 bits.
 _STEP = 8
 _OUTSIDE: dict[Any, Outside] = {0.0: "zero", -math.inf: "hidden", "clamp": "clamp"}
 
@@ -39,29 +39,29 @@ _OUTSIDE: dict[Any, Outside] = {0.0: "zero", -math.inf: "hidden", "clamp": "clam
 @pytree_node
 @dataclass(frozen=True, eq=False, repr=False)
 class RelativeBias(Term):
-    """A bias by distance, ``bias[i, j] = values[row, entry]``: no matrix, and a gradient of the values' own size.
+    """Relative position bias ``bias[i, j] = values[row, entry]``, without a matrix, forward or backward.
 
-    Shaw (arXiv 1803.02155), Transformer-XL (1901.02860), DeBERTa's c2p and p2c (2006.03654), and the relative logits of
-    Inkling's attention are of this form. With one row for all it is a Toeplitz bias.
+    Covers Shaw (arXiv 1803.02155), Transformer-XL (1901.02860), DeBERTa's c2p and p2c (2006.03654), and the relative
+    logits of Inkling's attention. With one row for all it is a Toeplitz bias.
 
     Args:
         values: (B|1, H|Hkv|1, M|1, R), or (B|1, H|Hkv|1, N|1, R) with ``on="key"``; float16, bfloat16, float32 or
-            float64 (CPU), whatever q's dtype is. Its gradient has its shape and dtype and is summed in float32. Of a
+            float64 (CPU), whatever q's dtype is. Its gradient has its shape and dtype and is summed in float32. For a
             packed batch (total_q, H|Hkv|1, R) or (total_k, H|Hkv|1, R).
         lo: entry r belongs to the distance ``lo + r``, key position minus query position.
-        reverse: of the distance query position minus key position instead, so that entries descend with the key.
-        outside: what any other distance has: 0.0; -inf, hidden like a mask; or "clamp", the entry of the nearest end.
-        on: whose row of values counts, the "query"'s or the "key"'s.
+        reverse: distances are query position minus key position, so that entries descend with the key.
+        outside: value at all other distances: 0.0; -inf, hidden like a mask; or "clamp", the entry of the nearest end.
+        on: "query" or "key", to which the rows of values belong.
         query_start, key_start: positions of the first query and of the first key; an int, or an integer tensor (B,) or
-            () on the values' device, which is never read back. Default of query_start: N - M, so that the last query
-            stands at the last key, as for ``causal=True``. Under torch.compile another int of a Toeplitz bias may
-            compile again, at most once for each way in which its distances lie to the entries; another tensor never.
+            () on the values' device, which is never read back. Default of query_start: N - M, which aligns the last
+            query with the last key, like ``causal=True``. Under torch.compile another int of a Toeplitz bias may
+            recompile, at most once for each way in which its distances overlap the entries; another tensor never does.
         buckets: integer tensor (L,): the distances ``lo .. lo + L - 1`` have the entries ``buckets[0 .. L - 1]``, each
-            0 to R - 1, as those of `log_buckets`. Without it each of R distances has an entry of its own.
+            0 to R - 1, such as `log_buckets`. By default each of R distances has its own entry.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed; of shapes that only a call can judge,
-            by the call.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed; the call raises those about
+            shapes.
     """
 
     values: Tensor
@@ -108,8 +108,10 @@ class RelativeBias(Term):
         check_device(self, device)
 
     def relative(self, M: int, N: int, *, on: Literal["query", "key", "none"] | None = None) -> Relative:
-        """What backends take: distances are keys minus queries, counted in ``j - i``, and buckets ascend. ``on``: what
-        rows belong to; by default a single row belongs to all."""
+        """Return the form that backends take: distances are ``j - i`` plus a shift, and bucket indices ascend.
+
+        ``on``: what rows belong to; by default a single row belongs to all.
+        """
         buckets, reverse = self.buckets, self.reverse
         count = self.values.shape[3] if buckets is None else buckets.shape[0]
         if buckets is not None:
@@ -121,12 +123,12 @@ class RelativeBias(Term):
         return Relative(self.values, distances, shift, buckets)
 
     def toeplitz(self, M: int, N: int) -> Relative:
-        """`relative` of a single row, in float32 (float64)."""
+        """Return `relative` of a single row, in float32 (float64 for float64)."""
         relative = self.relative(M, N, on="none")
         return relative._replace(values=wide(relative.values))
 
     def far(self, M: int, N: int) -> Far | None:
-        """Where a single row for all needs no values; None where nobody knows it on the host."""
+        """Return the distances at which a single row need not be read; None if they are not known on the host."""
         relative = self.relative(M, N, on="none")
         if relative.shift is not None or relative.buckets is not None:
             return None
@@ -153,7 +155,7 @@ def _check_buckets(buckets: Tensor, R: int) -> None:
         raise TypeError(f"{name}: dtype must be int32 or int64, got {buckets.dtype}")
     if buckets.dim() != 1 or buckets.shape[0] == 0:
         raise ValueError(f"{name}: expected (L,), an entry for each of L distances, got shape {shape_of(buckets)}")
-    # Where it can be read without waiting for a device; elsewhere an entry that is not there is the device's error.
+    # Checked only where it can be read without synchronization; else the device raises.
     if type(buckets) is Tensor and buckets.is_cpu and not (
         torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(buckets)
     ):  # fmt: skip
@@ -172,26 +174,26 @@ def relative_logits(
     query_start: int | Tensor | None = None,
     key_start: int | Tensor = 0,
 ) -> RelativeBias:
-    """``RelativeBias(states @ proj, ...)`` per query, whose values the product leaves where TMA reads tiles of it.
+    """Return ``RelativeBias(states @ proj, ...)`` per query, with values in a layout that TMA can read.
 
-    Such a tile is a tile of the values seen with rows that are one element shorter, `tilewise.spec.relative.skewed`.
-    TMA takes that view where those rows are a multiple of 16 bytes and entries ascend with the key. So ``proj``, which
-    is small, is turned around where ``reverse`` asks for it, and gets up to 7 more columns: copies of the end with
-    ``outside="clamp"``, else zeros. Nothing of the size of the values is copied, forward or backward, but where
-    ``outside`` is -inf or M no multiple of 8: there their gradient is, and there the states get rows of zeros.
+    A tile of the bias is a tile of the values seen with rows that are one element shorter,
+    `tilewise.spec.relative.skewed`. TMA needs these rows to be a multiple of 16 bytes and entries that ascend with the
+    key. So the small ``proj`` is flipped for ``reverse``, and padded by up to 7 columns: copies of the end with
+    ``outside="clamp"``, else zeros. Nothing of the values' size is copied, unless ``outside`` is -inf or M is no
+    multiple of 8: then the values' gradient is copied, and in the latter case the states are padded with rows of zeros.
 
     Args:
-        states: (B, H, M, C), float, any strides: what each query mixes profiles with (Inkling's relative states,
+        states: (B, H, M, C), float, any strides: mixing weights of each query (Inkling's relative states,
             Transformer-XL's queries).
         proj: (C, R) or (H|1, C, R) in states' dtype: profiles over the distance.
-        lo, reverse, outside, query_start, key_start: as `RelativeBias` takes them. Inkling's attention has
-            ``lo=0, reverse=True``: entry r belongs to the key r positions before the query.
+        lo, reverse, outside, query_start, key_start: as for `RelativeBias`. Inkling's attention has ``lo=0,
+            reverse=True``: entry r belongs to the key r positions before the query.
 
     Returns:
         A `RelativeBias` whose entries ascend with the key, hence never ``reverse``.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed.
     """
     check_float("states", states, (4,), "(B, H, M, C)")
     check_float("proj", proj, (2, 3), "(C, R) or (H|1, C, R)")
@@ -205,7 +207,7 @@ def relative_logits(
     check_int("lo", lo)
     more = (1 - R) % _STEP
     if reverse:
-        # More columns come first now, for larger distances of query minus key.
+        # After the flip the padding comes first, for larger distances of query minus key.
         proj, lo = proj.flip(-1), -(lo + R - 1)
     padded = _with_columns(proj, more, first=reverse, repeat=outside == "clamp")
     if reverse and outside != -math.inf:
@@ -219,7 +221,7 @@ def relative_logits(
 
 
 def _with_columns(proj: Tensor, more: int, *, first: bool, repeat: bool) -> Tensor:
-    """``proj`` with ``more`` columns before or after it, zeros or copies of the column that they follow."""
+    """Return ``proj`` with ``more`` columns before or after it, zeros or copies of its end column."""
     shape = (*proj.shape[:-1], more)
     end = proj.narrow(-1, 0 if first else proj.shape[-1] - 1, 1)
     columns = end.expand(shape) if repeat else proj.new_zeros(shape)

@@ -1,4 +1,4 @@
-"""Swin's relative position bias, a matrix a head: windows are small."""
+"""Swin's relative position bias as a matrix per head, since windows are small."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tilewise.bias.terms import check_float, check_int, shape_of, wide
 
 
 def swin_bias(table: Tensor, window: tuple[int, int]) -> Tensor:
-    """Swin's relative position bias as a matrix, (1, H, Wh·Ww, Wh·Ww): a gather, and no term.
+    """Return Swin's relative position bias as a matrix, (1, H, Wh·Ww, Wh·Ww), by indexing.
 
-    A window of 7 × 7 has 49 queries and keys, so that a matrix a head, shared by all windows, is smaller than q. It is
-    float32 (float64 for a float64 table), and so is the sum that is the table's gradient: indexing a table of bfloat16
-    sums in bfloat16. Where windows are a dimension of their own, q (B, windows, H, M, D), pass it as ``bias[:, None]``.
+    For a window of 7 × 7, with 49 queries and keys, a matrix per head shared by all windows is smaller than q. The
+    matrix and the sum that is the table's gradient are float32 (float64 for a float64 table): indexing a bfloat16 table
+    would sum in bfloat16. If windows are a dimension of q (B, windows, H, M, D), pass ``bias[:, None]``.
 
     Args:
         table: ((2 Wh - 1)·(2 Ww - 1), H), float, as transformers stores it.
         window: (Wh, Ww).
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed.
 
     Source: Swin, arXiv 2103.14030, section 3.2; SwinRelativePositionBias of transformers.
     """

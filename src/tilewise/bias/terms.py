@@ -1,4 +1,4 @@
-"""What all terms have in common: frozen values whose tensors PyTorch's pytrees find, checks with a name, positions."""
+"""Base class of bias terms: pytree registration, checks of arguments, and positions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _Term = TypeVar("_Term", bound=type)
 
 
 def pytree_node(cls: _Term) -> _Term:
-    """A dataclass as a pytree node with its tensors as children; what is no tensor belongs to the node.
+    """Register a dataclass as a pytree node with its tensors as children and other fields as context.
 
-    Functions over pytrees put placeholders in, such as 0 for a tensor. So a term that is put together again is not
-    checked, and remembers which of its fields are children.
+    Functions over pytrees insert placeholders, such as 0 for a tensor. So an unflattened term is not checked, and
+    remembers which of its fields are children.
     """
     names = [field.name for field in dataclasses.fields(cls)]
 
@@ -58,24 +58,24 @@ def pytree_node(cls: _Term) -> _Term:
 
 
 class Term:
-    """A bias that follows from something smaller than a matrix.
+    """A bias computed from something smaller than a matrix.
 
-    kind: which of the places of `tilewise.bias.canonical` it takes.
+    kind: its component, see `tilewise.bias.canonical`.
     """
 
     kind: ClassVar[str]
 
     def check(self, sizes: Sizes, device: torch.device | None = None) -> None:
-        """Raise a ValueError or TypeError that names the argument, what came and what this call allows."""
+        """Raise a ValueError or TypeError that names the argument, what was passed and what this call allows."""
         raise NotImplementedError
 
     def dense(self, sizes: Sizes) -> Tensor:
-        """The whole bias (B|1, H|Hkv|1, M, N), float64, by definition; differentiable. For the reference and tests."""
+        """Return the whole bias (B|1, H|Hkv|1, M, N), float64; differentiable, for the reference and tests."""
         raise NotImplementedError
 
 
 def name_of(x: object, field: str) -> str:
-    """How an error and a reader call a field of a term."""
+    """Return the name of a field of a term, as errors and explanations show it."""
     return f"{type(x).__name__}.{field}"
 
 
@@ -84,7 +84,7 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
 
 
 def check_float(name: str, x: object, dims: tuple[int, ...], axes: str) -> None:
-    """A dense float tensor with one of these numbers of dimensions; ``axes``: what they are, in words."""
+    """Raise unless ``x`` is a dense float tensor with one of ``dims`` dimensions; ``axes`` describes them."""
     check_tensor(name, x)
     assert isinstance(x, Tensor)
     if x.dtype not in FLOATING:
@@ -108,7 +108,7 @@ def check_bool(name: str, x: object) -> None:
 
 
 def check_sizes(name: str, x: Tensor, allowed: Mapping[str, Iterable[int]]) -> None:
-    """Each axis has one of its allowed sizes; the keys say them in letters: ``{"H|Hkv|1": (8, 2, 1)}``."""
+    """Raise unless each axis has an allowed size; keys are the letters of axes: ``{"H|Hkv|1": (8, 2, 1)}``."""
     if all(size in sizes for size, sizes in zip(x.shape, allowed.values(), strict=True)):
         return
     letters = ", ".join(allowed)
@@ -117,7 +117,7 @@ def check_sizes(name: str, x: Tensor, allowed: Mapping[str, Iterable[int]]) -> N
 
 
 def check_device(x: object, device: torch.device | None) -> None:
-    """Every tensor of a term lies on one device, the call's if it is given."""
+    """Raise unless all tensors of a term are on one device, the call's if it is given."""
     for field in dataclasses.fields(x):  # type: ignore[arg-type]
         tensor = getattr(x, field.name)
         if not isinstance(tensor, Tensor):
@@ -132,7 +132,7 @@ def check_device(x: object, device: torch.device | None) -> None:
 
 
 def check_start(name: str, x: object) -> None:
-    """An int, or an integer tensor of no or one dimension."""
+    """Raise unless ``x`` is an int, or an integer tensor of no or one dimension."""
     if not isinstance(x, Tensor):
         check_int(name, x)
         return
@@ -144,7 +144,7 @@ def check_start(name: str, x: object) -> None:
 
 
 def check_starts(x: Any, B: int | None = None) -> None:
-    """Of a term: where its queries and keys begin; with the batch size, once it is known."""
+    """Check the query_start and key_start of a term, also against the batch size if given."""
     for field in ("query_start", "key_start"):
         start = getattr(x, field)
         if start is None and field == "query_start":
@@ -155,9 +155,9 @@ def check_starts(x: Any, B: int | None = None) -> None:
 
 
 def shift_of(x: Any, M: int, N: int) -> tuple[int, Tensor | None]:
-    """Key position minus query position, less ``j - i``: an int, or an int64 tensor (B|1,) beside a 0.
+    """Return key position minus query position minus ``j - i``: (int, None), or (0, int64 tensor (B|1,)).
 
-    Queries begin at N - M unless the term says where: the last query stands at the last key, as for causal attention.
+    query_start is N - M by default, which aligns the last query with the last key, as for causal attention.
     """
     query_start = N - M if x.query_start is None else x.query_start
     shift = x.key_start - query_start
@@ -165,14 +165,14 @@ def shift_of(x: Any, M: int, N: int) -> tuple[int, Tensor | None]:
 
 
 def distances_of(x: Any, M: int, N: int, device: torch.device) -> Tensor:
-    """Key position minus query position of every pair, (B|1, 1, M, N), int64."""
+    """Return key position minus query position of all pairs, (B|1, 1, M, N), int64."""
     known, shift = shift_of(x, M, N)
     distance = (torch.arange(N, device=device) - torch.arange(M, device=device)[:, None] + known)[None, None]
     return distance if shift is None else distance + shift.view(-1, 1, 1, 1)
 
 
 def start_words(x: Any) -> list[str]:
-    """Of the starts that are not the usual ones, for a repr."""
+    """Return the non-default starts for a repr."""
     words = []
     for field, usual in (("query_start", None), ("key_start", 0)):
         start = getattr(x, field)
@@ -184,13 +184,12 @@ def start_words(x: Any) -> list[str]:
 
 
 def summary(x: Tensor) -> str:
-    """(1, 8, 1, 64) float32; what stands in for a tensor shows as itself."""
+    """Return shape and dtype, "(1, 8, 1, 64) float32"; placeholders for tensors show as their repr."""
     if not isinstance(x, Tensor):
         return repr(x)
     return f"{shape_of(x)} {str(x.dtype).removeprefix('torch.')}"
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32, float64 for float64: what tables are indexed in, so that the sums of their gradients are not rounded
-    to 16 bits at each step."""
+    """Return ``x`` in float32 (float64 for float64), so that gradients of tables are not summed in 16 bits."""
     return x if x.dtype == torch.float64 else x.float()

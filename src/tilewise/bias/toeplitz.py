@@ -1,11 +1,10 @@
-"""Biases that depend on the distance alone, the same for every query: T5's table of buckets and ALiBi's slopes.
+"""Toeplitz bias terms, equal for all queries at a relative position: T5's buckets and ALiBi's slopes.
 
-What becomes of them is one vector a head with a number for each of the M + N - 1 distances of the call, float32, made
-by operations that autograd differentiates; the sums over diagonals that are its gradient then go on to the table or to
-the slopes. So a backend knows one Toeplitz bias, several are one by adding vectors, and positions, ends and buckets are
-settled before it. ALiBi is such a vector, too: some hundred kilobytes that stay in the cache. Where it is one number,
-or lies on a line, `canonical` says beside it (`spec.score.Far`): a kernel then reads no more of it than where it
-begins and ends, and gives the gradient back there, from where the vector's own leads to the table and the slopes.
+Each becomes one vector per head, float32, with a number for each of the M + N - 1 distances of the call. Its gradient,
+sums over diagonals, goes on to the table or the slopes by autograd. So backends know one Toeplitz bias: several are
+added up, and positions, ends and buckets are resolved before. Some hundred kilobytes, the vector stays in the cache.
+`canonical` also states where it is constant or linear (`spec.score.Far`): there a kernel reads only the ends and adds
+gradients to them, from where they reach the table and the slopes.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from tilewise.spec.score import Distances, Far
 
 
 class T5Rule(NamedTuple):
-    """How T5's vector follows from the table, an `autograd.Rule`.
+    """Rule from T5's table to its vector, see `autograd.Rule`.
 
-    Each bucket is an interval of distances, and beyond `distances` one goes on, on either side.
+    Each bucket is an interval of distances; the end buckets continue beyond `distances`.
     """
 
     buckets: int
@@ -55,7 +54,7 @@ class T5Rule(NamedTuple):
 
     @property
     def most(self) -> int:
-        """A distance from which on all have the last bucket; `t5_buckets` may round by one, and two are allowed for."""
+        """Return a distance from which on all are in the last bucket; 2 more than needed, as `t5_buckets` rounds."""
         buckets = self.buckets // (2 if self.bidirectional else 1)
         exact = buckets // 2
         last = exact * (self.max_distance / exact) ** ((buckets - 1 - exact) / (buckets - exact))
@@ -63,18 +62,18 @@ class T5Rule(NamedTuple):
 
     @property
     def distances(self) -> Distances:
-        """Those that have a row of their own."""
+        """Return the distances with an entry of their own."""
         most = self.most
         return Distances("none", -most, most + (most if self.bidirectional else 0) + 1, outside="clamp")
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The row of the table for each distance."""
+        """Return the row of the table for each distance."""
         return t5_buckets(
             distance, buckets=self.buckets, bidirectional=self.bidirectional, max_distance=self.max_distance
         )
 
     def rows(self, device: torch.device) -> Tensor:
-        """Those of `distances`, int64."""
+        """Return the rows of the table for `distances`, int64."""
 
         def make() -> Tensor:
             own = self.distances
@@ -83,8 +82,10 @@ class T5Rule(NamedTuple):
         return constant(("t5", *self), device, make)
 
     def bounds(self, device: torch.device) -> Tensor:
-        """(buckets, 2) int32: the first distance of each and the one after its last, which may be as good as infinite;
-        of a bucket without any they are the wrong way round."""
+        """Return (buckets, 2) int32: the first distance of each bucket and one past its last.
+
+        End buckets extend to ±_INFINITE; an empty bucket has its bounds in reverse order.
+        """
 
         def make() -> Tensor:
             rows, own = self.rows(device), self.distances
@@ -118,7 +119,7 @@ class T5Rule(NamedTuple):
         left, start, middle, _ = overlap(self.distances, first, flat.shape[0])
         below, inside, above = flat.tensor_split((left, left + middle))
         found = flat.new_zeros(x.shape).index_add_(0, rows[start : start + middle], inside)
-        # One bucket each, whose numbers are not added one by one.
+        # Distances beyond are in one bucket on either side: sum first, then add once.
         most = self.buckets // 2 if self.bidirectional else self.buckets
         for beyond, row in ((below, most - 1), (above, 2 * most - 1 if self.bidirectional else 0)):
             if beyond.shape[0] > 0:
@@ -127,16 +128,16 @@ class T5Rule(NamedTuple):
 
 
 _INFINITE = 2**30  # no call has such a distance
-MAX_DISTANCE = 2**24  # up to which T5's buckets are written out
+MAX_DISTANCE = 2**24  # of T5's buckets, which are listed by distance
 
 
 class AlibiRule(NamedTuple):
-    """The same of ALiBi's from slopes (B|1, H|1, 1, 1)."""
+    """Rule from slopes (B|1, H|1, 1, 1) to ALiBi's vector, see `autograd.Rule`."""
 
     form: Literal["absolute", "signed"]
 
     def of_distance(self, distance: Tensor) -> Tensor:
-        """What a slope is multiplied with."""
+        """Return the factor of the slope at each distance."""
         return distance if self.form == "signed" else -distance.abs()
 
     def factors(self, first: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -161,19 +162,19 @@ class AlibiRule(NamedTuple):
 
 
 def _two(slopes: Tensor) -> Tensor:
-    """(B|1, H|1)."""
+    """Return the slopes as (B|1, H|1)."""
     return slopes if slopes.dim() == 2 else slopes[None]
 
 
 def _slopes_of_rows(slopes: Tensor) -> Tensor:
-    """(B|1, H|1, 1, 1)."""
+    """Return the slopes as (B|1, H|1, 1, 1)."""
     return _two(slopes)[:, :, None, None]
 
 
 @pytree_node
 @dataclass(frozen=True, eq=False, repr=False)
 class T5Bias(Term):
-    """See `t5_bias`."""
+    """T5's relative position bias, made by `t5_bias`."""
 
     kind: ClassVar[str] = "toeplitz"
 
@@ -208,7 +209,7 @@ class T5Bias(Term):
 
     @property
     def of(self) -> Tensor:
-        """What the vector is made of."""
+        """Return the tensor that the vector is made of."""
         return self.table
 
     @property
@@ -216,12 +217,14 @@ class T5Bias(Term):
         return T5Rule(self.table.shape[0], self.bidirectional, self.max_distance)
 
     def buckets(self, distance: Tensor) -> Tensor:
-        """The row of the table for each distance."""
+        """Return the row of the table for each distance."""
         return self.rule.bucket(distance)
 
     def toeplitz(self, M: int, N: int) -> Relative:
-        """One row a head for the M + N - 1 distances ``j - i`` of the call, shifted already; or, where the device alone
-        knows positions or operations are looked at one by one, for the distances with a bucket of their own."""
+        """Return one row per head for the M + N - 1 distances ``j - i`` of the call, shifted.
+
+        If only the device knows positions, or under tracing, return the row for `T5Rule.distances` and a shift.
+        """
         rule = self.rule
         known, shift = shift_of(self, M, N)
         if shift is None and is_node(self.table) and M + N > 1:
@@ -247,14 +250,14 @@ class T5Bias(Term):
 
 
 def _rows_of(table: Tensor, rows: Tensor) -> Tensor:
-    """``table[rows]`` with a gradient that adds in a fixed order: index_add's on the CPU, indexing's on a GPU."""
+    """Return ``table[rows]`` with a gradient that adds in a fixed order: index_add on the CPU, indexing on a GPU."""
     return table.index_select(0, rows) if table.is_cpu else table[rows]
 
 
 @pytree_node
 @dataclass(frozen=True, eq=False, repr=False)
 class Alibi(Term):
-    """See `alibi`."""
+    """ALiBi's bias, made by `alibi`."""
 
     kind: ClassVar[str] = "toeplitz"
 
@@ -280,7 +283,7 @@ class Alibi(Term):
 
     @property
     def of(self) -> Tensor:
-        """What the vector is made of."""
+        """Return the tensor that the vector is made of."""
         return self.slopes
 
     @property
@@ -288,7 +291,7 @@ class Alibi(Term):
         return AlibiRule(self.form)
 
     def toeplitz(self, M: int, N: int) -> Relative:
-        """One row a head for the M + N - 1 distances ``j - i`` of the call, shifted already."""
+        """Return one row per head for the M + N - 1 distances ``j - i`` of the call, shifted."""
         known, shift = shift_of(self, M, N)
         width, rule = larger(M + N - 1, 0), self.rule
         first = 1 - M + known
@@ -322,20 +325,19 @@ def t5_bias(
     query_start: int | Tensor | None = None,
     key_start: int | Tensor = 0,
 ) -> T5Bias:
-    """T5's relative position bias: ``table[bucket(key position - query position), head]``.
+    """Return T5's relative position bias: ``table[bucket(key position - query position), head]``.
 
     Args:
-        table: (buckets, H) as transformers stores it (``relative_attention_bias.weight``); float. It is read in
-            float32, and its gradient, in its dtype, is summed in float32: indexing a table of bfloat16 outside sums in
-            bfloat16.
+        table: (buckets, H) as transformers stores it (``relative_attention_bias.weight``); float. Read in float32; its
+            gradient has its dtype and is summed in float32, while indexing a bfloat16 table sums in bfloat16.
         bidirectional: half of the buckets are for keys after the query (encoders); else these share one (decoders).
-        max_distance: from this distance on all have the last bucket.
-        query_start, key_start: positions of the first query (default N - M) and key, as `RelativeBias` takes them.
+        max_distance: larger distances are all in the last bucket.
+        query_start, key_start: positions of the first query (default N - M) and key, as for `RelativeBias`.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed.
 
-    Source: arXiv 1910.10683, section 2.1; the buckets are those of `t5_buckets`.
+    Source: arXiv 1910.10683, section 2.1; `t5_buckets` has the buckets.
     """
     return T5Bias(table, bidirectional, max_distance, query_start=query_start, key_start=key_start)
 
@@ -347,17 +349,17 @@ def alibi(
     query_start: int | Tensor | None = None,
     key_start: int | Tensor = 0,
 ) -> Alibi:
-    """ALiBi: ``-slope * |i - j|`` of positions, or ``slope * (j - i)`` in its "signed" form; the same if j is before i.
+    """Return ALiBi's bias: ``-slope * |i - j|`` of positions, or ``slope * (j - i)`` with form "signed".
 
     Args:
-        slopes: (H,), or (B, H) for slopes of their own in each batch element; float. Those of the paper are
-            ``alibi_slopes(H)``; trained ones get a gradient, summed in float32, in their dtype.
-        form: see above. Bloom and MPT add ``slope * j``, which differs from "signed" by a constant in each row: the
-            softmax does not see it, the LSE does.
-        query_start, key_start: positions of the first query (default N - M) and key, as `RelativeBias` takes them.
+        slopes: (H,), or (B, H) for slopes per batch element; float. ``alibi_slopes(H)`` has the paper's. Trained slopes
+            get a gradient in their dtype, summed in float32.
+        form: the two are equal for keys before the query. Bloom and MPT add ``slope * j``, which differs from "signed"
+            by a constant per row: softmax ignores it, the LSE does not.
+        query_start, key_start: positions of the first query (default N - M) and key, as for `RelativeBias`.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed.
 
     Source: arXiv 2108.12409.
     """
