@@ -140,7 +140,7 @@ def test_numbers_that_are_no_tiles_are_found():
             TileMask(239, 239, found.tensors._replace(tiles=tiles)).validate()
     found, _ = pattern("window", USUAL)
     wrong = found.tensors._replace(ends=found.tensors.ends + 200)
-    with pytest.raises(ValueError, match=r"^TileMask: an interval does not lie within the 239 queries"):
+    with pytest.raises(ValueError, match=r"^TileMask: an interval is not within the 239 queries"):
         TileMask(239, 239, wrong).validate()
     shown = found.tensors._replace(tiles=torch.full_like(found.tensors.tiles, FULL))
     with pytest.raises(ValueError, match=r"^TileMask.tiles: are not those of its intervals"):

@@ -1,4 +1,4 @@
-"""TileMask: which tiles of scores are visible, and which pairs of those that are so in part."""
+"""TileMask: a block-sparse mask, with tiles of scores that are empty, full or partial."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tilewise.spec.tensors import Versions, check_tensor, stream_of, tensors_rea
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Block = int | tuple[int, int]
 MAX_BLOCK = 2**14  # queries or keys of a tile
-_AT_ONCE = 1 << 24  # pairs of which a mask_mod is asked at a time
+_AT_ONCE = 1 << 24  # pairs per call of a mask_mod
 
 
 class TileLists(NamedTuple):
-    """The tiles that each row of tiles visits, as FlexAttention lists them; int32.
+    """Tile indices that each row of tiles visits, like the lists of FlexAttention; int32.
 
-    full_counts, partial_counts: (B|1, H|Hkv|1, rows). full_indices, partial_indices: (..., rows, columns), of which as
-    many count, ascending; the others are 0.
+    full_counts, partial_counts: (B|1, H|Hkv|1, rows).
+    full_indices, partial_indices: (..., rows, columns); the first ``count`` are ascending tiles, the others 0.
     """
 
     full_counts: Tensor
@@ -48,10 +48,11 @@ class TileLists(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Of a mask that `tilewise.dynamic_mask` made, what bounds the keys that some queries see: nobody reads how many.
+    """Bounds on the selected keys of a mask made by `tilewise.dynamic_mask`, known without synchronization.
 
-    keep: a query sees no more keys. causal: it sees one at most that the query before it does not; else all queries see
-    the same. by_query: each query has scores of its own, and neither holds.
+    keep: a query sees at most this many keys.
+    causal: a query sees at most one key that the query before does not see; else all queries see equal keys.
+    by_query: each query has its own scores, and `causal` does not apply.
     """
 
     keep: int
@@ -61,17 +62,16 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TileMask:
-    """Which tiles of the scores are visible, and which pairs of a tile that is so in part: ``attention(mask=...)``.
+    """Block-sparse mask for ``attention(mask=...)``: tiles of scores are empty, full or partial.
 
-    A hidden tile is not computed, in the forward and in the backward; its part of a bias's gradient is 0. Made by one
-    of the constructors, none of which makes an array of queries times keys, and used for any number of calls, layers
-    and steps: the lists that kernels walk are kept from the second call on, while its tensors live and nobody changes
-    them. It lies on the device of its tensors, and a call never waits for it.
+    Forward and backward skip empty tiles, where a bias gets a gradient of 0. No constructor makes an array of queries
+    times keys. A mask serves any number of calls, layers and steps: from the second call on the tile lists of kernels
+    are cached, while its tensors exist unchanged. It is on the device of its tensors, and calls do not synchronize.
 
     Attributes:
-        queries, keys: M and N of the calls that it is for.
-        tensors: what it is made of, see `tilewise.spec.block_mask.TileTensors`.
-        kept: of one that `tilewise.dynamic_mask` made, by which a call may gather the keys that are kept.
+        queries, keys: M and N of the calls.
+        tensors: see `tilewise.spec.block_mask.TileTensors`.
+        kept: set by `tilewise.dynamic_mask`, so that a call may gather the selected keys.
     """
 
     queries: int
@@ -80,16 +80,16 @@ class TileMask:
     kept: Kept | None = None
     _lists: dict[tuple[bool, int | None], TileLists] = field(default_factory=dict, init=False, repr=False)
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def block(self) -> tuple[int, int]:
-        """Queries and keys of a tile."""
+        """Return (queries, keys) of a tile."""
         return self.tensors.block
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(B|1, H|Hkv|1, tiles of queries, tiles of keys)."""
+        """Return (B|1, H|Hkv|1, query tiles, key tiles)."""
         return tuple(self._tiles.shape)
 
     @property
@@ -102,13 +102,12 @@ class TileMask:
         return self.tensors.tiles
 
     def to(self, device: torch.device | str) -> TileMask:
-        """The same on another device."""
+        """Copy the mask to another device."""
         moved = (None if x is None else x.to(device) for x in self.tensors)
         return TileMask(self.queries, self.keys, TileTensors(*moved), self.kept)
 
     def lists(self, by_keys: bool = False) -> TileLists:
-        """The tiles of keys that each tile of queries visits; by_keys: the tiles of queries of each tile of keys, as a
-        backward walks them. Made once for each stream, on the device."""
+        """Return the tiles to visit by row of query tiles, or by_keys by key tile; made once per stream."""
         key = by_keys, stream_of(self.device)
         found = self._lists.get(key)
         if found is None:
@@ -121,15 +120,15 @@ class TileMask:
         return {**self.__dict__, "_lists": {}}
 
     def dense(self) -> Tensor:
-        """The same as a bool mask (B|1, H|Hkv|1, M, N): for tests and pictures of small ones."""
+        """Return the mask as bool (B|1, H|Hkv|1, M, N), for tests and pictures of small ones."""
         return self.tensors.rows_visible(slice(0, self.queries), self.keys)
 
     def validate(self) -> TileMask:
-        """Itself, if its numbers are such. It reads them: on a GPU the host waits.
+        """Check the numbers of the mask and return it. Synchronizes with a GPU.
 
         Raises:
-            ValueError: a tile is none of hidden, full, or partial with bits that are there; an interval does not lie
-                within the queries; or the offsets of documents are others than those of its intervals.
+            ValueError: a tile is not empty, full, or partial with existing bits; an interval exceeds the queries; or
+                tiles or document offsets do not match the intervals.
         """
         tiles, bits, begins, ends, offsets = self.tensors
         assert tiles is not None
@@ -146,19 +145,19 @@ class TileMask:
                 raise ValueError("TileMask.offsets: are not those of its intervals")
         return self
 
-    # --- how it is made ---
+    # --- constructors ---
 
     @classmethod
     def from_block_mask(cls, block_mask: Any, *, validate: bool = False) -> TileMask:
-        """Of FlexAttention's `torch.nn.attention.flex_attention.BlockMask`, as it is.
+        """Make the mask of FlexAttention's `torch.nn.attention.flex_attention.BlockMask`.
 
-        Its mask_mod is asked once for the pairs of its partial blocks, with index tensors ``(b, h, q, kv)`` that
-        broadcast. The host waits once, for how many there are. A block that is named twice counts once, a full one that
-        is partial too is full, and one out of range does not count.
+        Calls its mask_mod once for the pairs of partial blocks, with index tensors ``(b, h, q, kv)`` that broadcast.
+        Synchronizes once, for their number. Duplicate blocks count once, blocks that are both full and partial are
+        full, and blocks out of range are ignored.
 
         Args:
             block_mask: with any BLOCK_SIZE whose numbers are multiples of 64.
-            validate: raise for blocks that are named twice or out of range, for which the host waits.
+            validate: raise for duplicate blocks or blocks out of range, which synchronizes.
 
         Raises:
             TypeError, ValueError: no BlockMask; another BLOCK_SIZE; with ``validate`` wrong lists.
@@ -188,17 +187,17 @@ class TileMask:
     def from_tiles(
         cls, tiles: Tensor, queries: int, keys: int, *, block: Block = 128, mask: Tensor | None = None
     ) -> TileMask:
-        """Of a bool tensor of tiles.
+        """Make a mask from a bool tensor of tiles.
 
         Args:
             tiles: bool (B|1, H|Hkv|1, ceil(M / block_m), ceil(N / block_n)); True = visible.
             queries, keys: M and N.
             block: queries and keys of a tile, one number or two; multiples of 64.
-            mask: bool (B|1, H|Hkv|1, M|1, N|1), of which pairs of these tiles are visible; default: all. As many bits
-                are kept as it has elements, or, of one that broadcasts, as the tiles have pairs.
+            mask: bool (B|1, H|Hkv|1, M|1, N|1), the visible pairs of these tiles; default: all. Takes one bit per
+                element, after broadcasting to all pairs.
 
         Raises:
-            TypeError, ValueError: naming the argument, what came and what is allowed.
+            TypeError, ValueError: naming the argument, what was passed and what is allowed.
         """
         check_tensor("tiles", tiles)
         size = checked_block(block)
@@ -233,9 +232,10 @@ class TileMask:
         cls, rows_of: Callable[[slice], Tensor], queries: int, keys: int, *, block: Block = 128,
         device: torch.device | str = "cpu",
     ) -> TileMask:  # fmt: skip
-        """Of a function that gives some rows of a bool mask, (B|1, H|Hkv|1, rows, N); asked a row of tiles at a time.
+        """Make a mask from a function of a slice of rows, called for each row of tiles.
 
-        Bits are kept of all pairs, an eighth of a byte each, so that nobody waits for how many tiles are partial.
+        It returns bool (B|1, H|Hkv|1, rows, N). Bits of all pairs are stored, an eighth of a byte each, so as not to
+        read the number of partial tiles.
         """
         size = checked_block(block)
         _check_lengths(queries=queries, keys=keys)
@@ -244,15 +244,15 @@ class TileMask:
 
     @classmethod
     def from_intervals(cls, begins: Tensor, ends: Tensor, queries: int, *, block: Block = 128) -> TileMask:
-        """Key j is seen by the queries ``begins[..., j]`` to ``ends[..., j] - 1``, and by none where that is empty.
+        """Make a mask in which queries ``begins[..., j]`` to ``ends[..., j] - 1`` see key j.
 
         Args:
-            begins, ends: int32 or int64, (B|1, H|Hkv|1, N), of one shape; clamped to the queries.
+            begins, ends: int32 or int64, (B|1, H|Hkv|1, N), of equal shape; clamped to the queries.
             queries: M.
             block: as for `from_tiles`.
 
         Raises:
-            TypeError, ValueError: naming the argument, what came and what is allowed.
+            TypeError, ValueError: naming the argument, what was passed and what is allowed.
         """
         size = checked_block(block)
         for name, x in (("begins", begins), ("ends", ends)):
@@ -271,11 +271,11 @@ class TileMask:
 
     @classmethod
     def documents(cls, ids: Tensor, *, block: Block = 128) -> TileMask:
-        """Documents end to end in one sequence: each token sees its own document. Nobody waits.
+        """Make a mask of documents packed in one sequence; tokens see their own document. Does not synchronize.
 
         Args:
-            ids: int32 or int64, (S,) or (B, S). Neighbours with equal ids are one document; equal ids that are apart
-                are two. A negative id is padding, which sees nothing and is seen by nobody.
+            ids: int32 or int64, (S,) or (B, S). Consecutive tokens with equal ids are one document; equal ids elsewhere
+                are another. A negative id is padding, which sees no key and is visible to no query.
             block: as for `from_tiles`.
         """
         ids = _integers("ids", ids, (1, 2))
@@ -291,7 +291,7 @@ class TileMask:
 
     @classmethod
     def prefix_lm(cls, lengths: Tensor, size: int, *, block: Block = 128) -> TileMask:
-        """Every token sees the prefix, and beyond it those before it and itself. Nobody waits.
+        """Make a mask in which tokens see the prefix and are causal beyond it. Does not synchronize.
 
         Args:
             lengths: of the prefixes, int32 or int64, (B,).
@@ -309,12 +309,12 @@ class TileMask:
         cls, queries: int, keys: int, window: tuple[int | None, int | None], *, global_tokens: int = 0,
         block: Block = 128, device: torch.device | str = "cpu",
     ) -> TileMask:  # fmt: skip
-        """Query i sees the keys from i + N - M - left to i + N - M + right, and the first ``global_tokens`` keys.
+        """Make a mask in which query i sees keys i + N - M - left to i + N - M + right and the global tokens.
 
         Args:
             queries, keys: M and N. window: (left, right); None: no limit.
-            global_tokens: keys that every query sees, as attention sinks are; with ``causal=True`` of those up to its
-                own.
+            global_tokens: number of first keys that all queries see, like attention sinks; with ``causal=True`` up to
+                their own.
             block: as for `from_tiles`.
         """
         _check_lengths(queries=queries, keys=keys)
@@ -332,8 +332,10 @@ class TileMask:
         cls, queries: int, keys: int, window: int, dilation: int, *, block: int = 128,
         device: torch.device | str = "cpu",
     ) -> TileMask:  # fmt: skip
-        """Query i sees every ``dilation``-th key around i + N - M, ``window`` of them on each side (Longformer, arXiv
-        2004.05150, figure 2c). block: of queries and of keys, a multiple of 64."""
+        """Make a mask with every ``dilation``-th key around i + N - M, ``window`` of them on each side.
+
+        Source: Longformer, arXiv 2004.05150, figure 2c. block: of queries and of keys, a multiple of 64.
+        """
         reach = _positive("window", window) * _positive("dilation", dilation)
         return _by_distance(
             lambda d: (d % dilation == 0) & (d.abs() <= reach), queries, keys, block, torch.device(device)
@@ -343,8 +345,10 @@ class TileMask:
     def strided(
         cls, queries: int, keys: int, stride: int, *, block: int = 128, device: torch.device | str = "cpu"
     ) -> TileMask:
-        """Query i sees the keys less than ``stride`` from i + N - M, and every ``stride``-th of the others (Sparse
-        Transformer, arXiv 1904.10509, figure 3b; with ``causal=True``). block: as for `dilated`."""
+        """Make a mask with the keys less than ``stride`` from i + N - M, and every ``stride``-th key.
+
+        Source: Sparse Transformer, arXiv 1904.10509, figure 3b, with ``causal=True``. block: as for `dilated`.
+        """
         _positive("stride", stride)
         return _by_distance(
             lambda d: (d % stride == 0) | (d.abs() < stride), queries, keys, block, torch.device(device)
@@ -355,10 +359,10 @@ class TileMask:
         cls, mask_mod: MaskMod, queries: int, keys: int, *, batch: int = 1, heads: int = 1, block: Block = 128,
         device: torch.device | str = "cpu",
     ) -> TileMask:  # fmt: skip
-        """Of a bool function of index tensors ``(b, h, q, kv)``, which broadcast to (B|1, H|1, rows, columns).
+        """Make a mask from a bool function of index tensors ``(b, h, q, kv)``, which broadcast.
 
-        It is asked for every pair, a row of tiles at a time, and again for the pairs of tiles that are visible in part.
-        The host waits once, for how many these are.
+        Calls it for all pairs, (B|1, H|1, rows, columns), by rows of tiles, and again for the pairs of partial tiles.
+        Synchronizes once, for the number of these.
         """
         size = checked_block(block)
         _check_lengths(queries=queries, keys=keys)
@@ -380,11 +384,11 @@ class TileMask:
 
 torch.serialization.add_safe_globals([TileMask, TileTensors, Kept])  # for torch.load(weights_only=True)
 
-# --- the doors ---
+# --- from the argument of a call ---
 
 
 class _Made(NamedTuple):
-    """The TileMask of a BlockMask, the stream that it was made on, and what it was made of."""
+    """The TileMask of a BlockMask, the stream that it was made on, and the tensors that it was made of."""
 
     mask: TileMask
     stream: int | None
@@ -395,13 +399,13 @@ _of_block_masks: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
 
 
 def is_block_mask(x: object) -> bool:
-    """Whether ``x`` is a BlockMask, of a module that is slow to import: before others have imported it, none is."""
+    """True if ``x`` is a BlockMask, without importing its slow module."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(x, module.BlockMask)
 
 
 def tile_mask_of(name: str, mask: object, queries: int, keys: int) -> TileMask | None:
-    """The TileMask that an argument is, or that of a BlockMask, see `_of_block_mask`; None for others."""
+    """Return the TileMask of an argument that is one or is a BlockMask; None for others."""
     found = mask if isinstance(mask, TileMask) else None
     if found is None and is_block_mask(mask):
         if torch.compiler.is_compiling():
@@ -419,20 +423,20 @@ def tile_mask_of(name: str, mask: object, queries: int, keys: int) -> TileMask |
 
 
 def _of_block_mask(mask: Any) -> TileMask:
-    """The same as last time while no tensor that the BlockMask has, or that its mask_mod reads, has changed."""
+    """Return the TileMask of a BlockMask, cached while the tensors of it and of its mask_mod are unchanged."""
     read = tensors_read_by(mask.as_tuple())
     made, device = _of_block_masks.get(mask), mask.kv_indices.device
     if made is None or not made.of.hold(read):
-        if not is_eager(read) or any(x.is_inference() for x in read):  # whose changes are not counted
+        if not is_eager(read) or any(x.is_inference() for x in read):  # their changes are not counted
             return TileMask.from_block_mask(mask)
         of = Versions(read)
-        with torch.inference_mode(False):  # what is made in that mode no later call could save for its backward
+        with torch.inference_mode(False):  # inference tensors cannot be saved for backward
             made = _Made(TileMask.from_block_mask(mask), stream_of(device), of)
-        if device.type == "cuda":  # as in between, for how many tiles are partial: other streams find it written
+        if device.type == "cuda":  # other streams may then read it; from_block_mask synchronizes anyway
             torch.cuda.current_stream(device).synchronize()
         _of_block_masks[mask] = made
     elif made.stream != stream_of(device) and not torch.cuda.is_current_stream_capturing():
-        for x in filter(torch.is_tensor, made.mask.tensors):  # nothing gets its memory before this stream has read it
+        for x in filter(torch.is_tensor, made.mask.tensors):  # the memory is not reused before this stream has read it
             x.record_stream(torch.cuda.current_stream(device))
     return made.mask
 
@@ -441,7 +445,7 @@ def _of_block_mask(mask: Any) -> TileMask:
 
 
 def checked_block(block: Any, name: str = "block") -> tuple[int, int]:
-    """Queries and keys of a tile, of the argument ``block``."""
+    """Return (queries, keys) of a tile from the argument ``block``."""
     pair = (block, block) if isinstance(block, int) else block
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(type(n) is int for n in pair):
         raise TypeError(f"{name}: expected an int or a pair of ints, got {block!r}")
@@ -482,14 +486,14 @@ def _integers(name: str, x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def _check_intervals(begins: Tensor, ends: Tensor, queries: int) -> None:
     if not bool(((begins >= 0) & (begins <= ends) & (ends <= queries)).all()):
-        raise ValueError(f"TileMask: an interval does not lie within the {queries} queries")
+        raise ValueError(f"TileMask: an interval is not within the {queries} queries")
 
 
 # --- tiles and bits ---
 
 
 def _tiles_of(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:
-    """`tiles_of_intervals`, on a GPU by one kernel in the place of some fifty operators."""
+    """Return `tiles_of_intervals`; on a GPU one kernel instead of some fifty operators."""
     if begins.is_cuda and begins.numel() and is_eager((begins, ends)) and has_triton():
         from tilewise.backends.kernels import interval_tiles
 
@@ -498,19 +502,19 @@ def _tiles_of(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]
 
 
 def _named(count: Tensor, indices: Tensor, cols: int, name: str, validate: bool) -> Tensor:
-    """Which tiles a list of a BlockMask names, bool (B, H, rows, cols); those out of range are left out."""
+    """Return the tiles in a list of a BlockMask as bool (B, H, rows, cols), without those out of range."""
     place = torch.arange(indices.shape[-1], device=indices.device)
     counts = (place < count.unsqueeze(-1)).expand(indices.shape)
     inside = counts & (indices >= 0) & (indices < cols)
     times = torch.zeros(*indices.shape[:3], cols + 1, dtype=torch.int32, device=indices.device)
     if validate:
-        ordered = torch.where(counts, indices, -1 - place).sort(-1).values  # those that do not count are unlike
+        ordered = torch.where(counts, indices, -1 - place).sort(-1).values  # unused places get distinct numbers
         twice = bool((ordered[..., 1:] == ordered[..., :-1]).any())
         if bool((counts & ~inside).any()) or bool((count > indices.shape[-1]).any()) or bool((count < 0).any()):
             raise ValueError(f"block_mask: {name} names a block out of range, of {cols} along the keys")
         if twice:
             raise ValueError(f"block_mask: {name} names a block twice")
-    # What is left out goes to a column of its own. Equal values: which of two comes last is the same.
+    # Ignored blocks go to an additional column. All writes are 1, so their order does not matter.
     times.scatter_(-1, torch.where(inside, indices, cols).long(), 1)
     return times[..., :cols] != 0
 
@@ -524,7 +528,7 @@ def _asked(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Te
 
 
 def _some_and_every(seen: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
-    """Of some rows, bool (..., rows, N), what is seen of each tile of keys: something, and everything."""
+    """Return for bool (..., rows, N) which tiles of keys are partly visible, and which are fully visible."""
     more = -seen.shape[-1] % block_n
     some = torch.nn.functional.pad(seen.any(-2), (0, more), value=False).unflatten(-1, (-1, block_n)).any(-1)
     every = torch.nn.functional.pad(seen.all(-2), (0, more), value=True).unflatten(-1, (-1, block_n)).all(-1)
@@ -534,7 +538,7 @@ def _some_and_every(seen: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
 def _of_rows(
     rows_of: Callable[[slice], Tensor], tiles: Tensor, queries: int, keys: int, block: tuple[int, int]
 ) -> TileMask:
-    """With bits for every tile, of a function that gives some rows, bool (B|1, H|1, rows, N). Nobody waits."""
+    """Make the mask of `TileMask.from_rows`, restricted to the bool ``tiles``; does not synchronize."""
     block_m, block_n = block
     found, words = [], []
     for m, begin in enumerate(range(0, queries, block_m)):
@@ -553,7 +557,7 @@ def _of_rows(
 def _with_bits(
     full: Tensor, partial: Tensor, mask_mod: MaskMod, queries: int, keys: int, block: tuple[int, int]
 ) -> TileMask:
-    """With the bits of partial tiles, for whose number the host waits."""
+    """Make a mask with the bits of partial tiles only; synchronizes for their number."""
     block_m, block_n = block
     where = partial.nonzero()
     words, kinds = [], []
@@ -568,7 +572,7 @@ def _with_bits(
         kinds.append(torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY)))
         words.append(pack(seen & inside))
     bits = torch.cat([no_bits(block, full.device), *words])
-    kind = torch.cat([where.new_zeros(0), *kinds])  # FlexAttention takes one that reaches past an end for partial
+    kind = torch.cat([where.new_zeros(0), *kinds])  # FlexAttention lists full tiles at the ends as partial
     tiles = full.to(torch.int32)
     number = torch.arange(PARTIAL, PARTIAL + len(where), device=full.device)
     tiles[where.unbind(1)] = torch.where(kind == PARTIAL, number, kind).to(torch.int32)
@@ -578,7 +582,7 @@ def _with_bits(
 def _by_distance(
     seen: Callable[[Tensor], Tensor], queries: int, keys: int, block: int, device: torch.device
 ) -> TileMask:
-    """Of a function of ``j - (i + N - M)``: tiles of a diagonal are alike, and share their bits. Nobody waits."""
+    """Make a mask from a function of ``j - (i + N - M)``; tiles on a diagonal share bits. No synchronization."""
     _check_lengths(queries=queries, keys=keys)
     size, _ = checked_block(block)
     rows, cols = -(-queries // size), -(-keys // size)
