@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, put together by their LSEs: docs/maths.md, "Online softmax"."""
+"""Merging of attention over parts of the keys by their LSEs: docs/maths.md, "Online softmax"."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tilewise.spec.tensors import check_tensor
 def merge_attention(
     outputs: Sequence[Tensor], lses: Sequence[Tensor], *, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of all keys, from attention of disjoint parts of them with ``return_lse=True``.
+    """Merge attention over disjoint parts of the keys, computed with ``return_lse=True``.
 
-    ``lse = log(sum_p exp(lse_p))`` and ``o = sum_p exp(lse_p - lse) * o_p``, with the sink as one more part that has no
-    value. Made of PyTorch's own operators: derivatives of any order, in outputs, lses and sink.
+    ``lse = log(sum_p exp(lse_p))`` and ``o = sum_p exp(lse_p - lse) * o_p``, with the sink as one more part without a
+    value. Uses PyTorch operators, so that outputs, lses and sink have derivatives of any order.
 
     Args:
-        outputs: one (B, H, M, Dv) of each part; all float16, bfloat16, float32 or float64.
-        lses: as many (B, H, M), natural logarithms, float32 (float64 for float64 outputs). Where one is -inf the part
-            saw nothing: it counts for nothing, whatever its output holds there.
-        sink: one more logit in each row, as `tilewise.attention` takes it: (H,), or broadcastable {B|1} × {H|1} ×
-            {M|1}. It is of the whole row: the parts are to be computed without it.
+        outputs: (B, H, M, Dv) of each part; all float16, bfloat16, float32 or float64.
+        lses: (B, H, M) of each part, natural logarithms, float32 (float64 for float64 outputs). Where one is -inf the
+            part is ignored, whatever its output is.
+        sink: logit of each row, as for `tilewise.attention`: (H,), or broadcastable {B|1} × {H|1} × {M|1}. It counts
+            once for the whole row: compute the parts without it.
 
     Returns:
-        o in the outputs' dtype and lse in the lses', summed in float32 (float64). A row that no part has seen, and that
-        has no sink, gives o = 0, lse = -inf and zero gradients.
+        o in the outputs' dtype and lse in the lses', summed in float32 (float64). Rows without visible keys and sink
+            have o = 0, lse = -inf and zero gradients.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed.
     """
     _check(outputs, lses, sink)
     o, lse = combine(outputs, lses, sink)
@@ -40,13 +40,13 @@ def merge_attention(
 
 
 def combine(outputs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same without a check; o stays in the lses' dtype."""
+    """Return `merge_attention` without checks, with o in the lses' dtype."""
     wide = lses[0].dtype
     logits = [*lses]
     if sink is not None:
         sink = sink[None, :, None] if sink.dim() == 1 else sink
         logits.append(sink.to(wide).expand(lses[0].shape))
-    # Any reference point gives the same numbers, so that it needs no derivative. Of an infinite one none is taken.
+    # The result does not depend on the maximum, which needs no derivative; -inf is replaced by 0.
     most = torch.stack([x.detach() for x in logits]).amax(0)
     most = most.masked_fill(most == -torch.inf, 0.0)
     weights = [torch.exp(x - most) for x in logits]
@@ -55,7 +55,7 @@ def combine(outputs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | No
     total = torch.where(seen, total, 1.0)
     o = torch.zeros_like(outputs[0], dtype=wide)
     for part, lse, weight in zip(outputs, lses, weights, strict=False):
-        # By the quotient, which is exact for a large LSE too: a difference of two of them is not.
+        # A quotient stays exact for large LSEs; the difference of two LSEs does not.
         o = o + (weight / total)[..., None] * part.to(wide).masked_fill(lse[..., None] == -torch.inf, 0.0)
     return o, torch.where(seen, total.log() + most, -torch.inf)
 

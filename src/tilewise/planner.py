@@ -1,4 +1,4 @@
-"""Problem -> Plan: which backend runs a call, and why the others do not."""
+"""Planner: chooses the backend of a problem and says why the others do not run it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import cast
 from tilewise.backends.protocol import Backend
 from tilewise.spec.problem import Problem
 
-# In order of preference. The reference is for tests: only an explicit backend= reaches it.
+# In order of preference. The reference is for tests, chosen by an explicit backend= only.
 AUTOMATIC = ("hopper", "triton", "cpu")
 BACKENDS = (*AUTOMATIC, "reference")
 ALIASES = {"oracle": "reference"}  # earlier names
-# Where a backend is, if not in tilewise.backends under its own name.
+# Modules of backends in tilewise.backends with another name.
 _MODULES = {"hopper": "gluon.sm90"}
-# Whose backward a backend takes where its own declines; o and the LSE are all that it needs of the forward.
+# Backend for the backward if a backend does not support it; a backward needs only o and the LSE of the forward.
 GRADIENTS = {"hopper": "triton"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The backend that runs ``problem``, the one that differentiates it, and for each other its name and why not."""
+    """Backends of the forward and backward of ``problem``, and for each other backend the reason against it."""
 
     problem: Problem
     backend: str
@@ -30,7 +30,7 @@ class Plan:
 
     @cached_property
     def backward_declined(self) -> str | None:
-        """Why the backend leaves the gradients to another; None if it does not."""
+        """Return why the backend does not support the backward; None if it does."""
         return backend_module(self.backend).declines(self.problem, "backward")
 
     @cached_property
@@ -47,7 +47,7 @@ class Plan:
 
 
 def check_backend(name: str | None) -> str:
-    """Return the name of the backend that ``backend=`` asks for, "auto" for None. An unknown name is a ValueError."""
+    """Return the name of the backend for ``backend=``, "auto" for None; raise ValueError for an unknown name."""
     found = "auto" if name is None else ALIASES.get(name, name)
     if found != "auto" and found not in BACKENDS:
         raise ValueError(f"backend: must be one of {', '.join(BACKENDS)}, auto or None, got {name!r}")
@@ -60,7 +60,7 @@ def backend_module(name: str) -> Backend:
 
 
 def declines(name: str, problem: Problem) -> str | None:
-    """Why the backend cannot run the problem, forward and backward; None if it can."""
+    """Return why the backend cannot run forward and backward of the problem; None if it can."""
     backend = backend_module(name)
     reason = backend.declines(problem)
     if reason is not None:
@@ -70,14 +70,14 @@ def declines(name: str, problem: Problem) -> str | None:
         return None
     other = GRADIENTS.get(name)
     if other is None:
-        return f"its backward declines: {reason}"
+        return f"its backward does not support the call: {reason}"
     reason = backend_module(other).declines(problem, "backward")
-    return None if reason is None else f"takes its gradients from {other}, which declines: {reason}"
+    return None if reason is None else f"takes its gradients from {other}, which does not support the call: {reason}"
 
 
 @lru_cache(maxsize=4096)
 def make_plan(problem: Problem, backend: str = "auto") -> Plan:
-    """Choose the backend of ``problem``; an explicit ``backend`` that declines it is an error, never a fallback."""
+    """Choose the backend of ``problem``; raise if an explicit ``backend`` does not support it: no fallback."""
     backend = check_backend(backend)
     if backend != "auto":
         reason = declines(backend, problem)

@@ -1,4 +1,4 @@
-"""Numbers for a reader: three digits, thousands apart, no exponents, a unit with its prefix."""
+"""Formatting of numbers: three digits, thousands separators, units with prefixes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from decimal import Decimal
 
 _PREFIXES = ("n", "µ", "m", "", "k", "M", "G", "T", "P", "E", "Z")
 _NONE = _PREFIXES.index("")
-# Seconds in each, the largest unit first, and from how many seconds on it is used.
+# (unit, its seconds, seconds from which on it is used), largest first.
 _LONG = (("days", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 120.0))
 
 
 def number(x: float) -> str:
-    """0.00123, 45.6, 2,040; an exponent only where the zeros would have to be counted: 1e-12, 5.5e26."""
+    """Format a number: 0.00123, 45.6, 2,040; below 1e-6 or from 1e9 on with an exponent, 1e-12, 5.5e26."""
     x = float(f"{x:.3g}")
     if x == 0 or 1e-6 <= abs(x) < 1e9:
         return f"{Decimal(f'{x:.3g}'):,f}"
@@ -21,7 +21,7 @@ def number(x: float) -> str:
 
 
 def quantity(x: float, unit: str) -> str:
-    """With a prefix: 1.23 GFLOP, 45.6 µs."""
+    """Format a number with a unit and its prefix: 1.23 GFLOP, 45.6 µs."""
     x = float(f"{x:.3g}")
     least, most = -_NONE, len(_PREFIXES) - _NONE - 1
     exponent = min(max(math.floor(math.log10(x) / 3), least), most) if x > 0 else 0
@@ -29,7 +29,7 @@ def quantity(x: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """45.6 µs, 1.5 s, 40 min, 31.1 days."""
+    """Format a time: 45.6 µs, 1.5 s, 40 min, 31.1 days."""
     for unit, size, least in _LONG:
         if seconds >= least:
             return f"{number(seconds / size)} {unit}"
@@ -37,10 +37,10 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Of a share between 0 and 1: 50%, 0.308%, less than 0.001%."""
+    """Format a share between 0 and 1: 50%, 0.308%, less than 0.001%."""
     return "less than 0.001%" if 0 < share < 1e-5 else f"{number(100 * share)}%"
 
 
 def count(n: int, one: str) -> str:
-    """1 warp, 4 warps."""
+    """Format a count with its noun: 1 warp, 4 warps."""
     return f"{n} {one}" if n == 1 else f"{n} {one}s"
