@@ -1,4 +1,4 @@
-"""Rows of keys and values, gathered, and their gradients, added up in one order."""
+"""Gathered rows of keys and values, with gradients that are added in a fixed order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tilewise.operator.eager import is_eager, is_eager_backward
 
 
 def gather_rows(keys: Tensor, chunks: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Of each of ``tensors``, (B, H, N, D), (B · chunks, H, cols, D): of each chunk the rows that ``keys`` (B|1, H'|1,
-    chunks, cols) names, and for N some row. Heads of one kind serve several of the other, as in grouped attention.
+    """Gather the rows of each tensor (B, H, N, D) that ``keys`` names, (B · chunks, H, cols, D).
 
-    Gradients are summed in float32, chunk after chunk: equal inputs give equal bits.
+    keys: (B|1, H'|1, chunks, cols), N for an arbitrary row. Heads of keys or tensors are shared as in grouped
+    attention. Gradients are summed in float32, chunk by chunk, so that they are deterministic.
     """
-    if is_compiling():  # Dynamo refuses a tensor that is there twice, as k and v may be
+    if is_compiling():  # Dynamo does not accept a tensor twice, as k and v may be
         return tuple(_GatherRows.apply(keys, chunks, x)[0] for x in tensors)
     found: tuple[Tensor, ...] = _GatherRows.apply(keys, chunks, *tensors)
     return found
@@ -49,7 +49,7 @@ class _GatherRows(torch.autograd.Function):
                 from tilewise.topk import kernels as topk_kernels
 
                 N = like.shape[2]
-                # k and v have as many keys, those of one head likewise.
+                # k and v have equal N, so places are shared.
                 places = topk_kernels.places_of(keys, N) if places is None else places
                 shape = grad.shape[0] // ctx.chunks, grad.shape[1], N, grad.shape[3]
                 alike = like.shape == shape
@@ -63,7 +63,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _Like(NamedTuple):
-    """Of a tensor (B, H, N, D) what its gradient needs; by_heads: its rows lie as (B, N, H, D)."""
+    """Properties of a tensor (B, H, N, D) for its gradient; by_heads: its memory order is (B, N, H, D)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -88,27 +88,27 @@ def _gathered(x: Tensor, keys: Tensor) -> Tensor:
 
 
 def _summed(grad: Tensor, keys: Tensor, chunks: int, like: _Like) -> Tensor:
-    """The gradient of a tensor, of that of its gathered rows."""
+    """Return the gradient of a tensor from that of its gathered rows."""
     (_, H, cols, D), N = grad.shape, like.shape[2]
     B = grad.shape[0] // chunks
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
     keys = _spread(keys, H).expand(B, H, chunks, cols)
     first = torch.arange(B * H, device=keys.device).view(B, H, 1, 1) * N
     place = torch.where(keys < N, first + keys, B * H * N).transpose(1, 2)
-    total = grad.new_zeros(B * H * N + 1, D, dtype=wide)  # a row more, for what is past the last key
+    total = grad.new_zeros(B * H * N + 1, D, dtype=wide)  # and a row for indices past the last key
     grad = grad.unflatten(0, (B, chunks))
-    for c in range(chunks):  # of each head a key comes once
+    for c in range(chunks):  # each key occurs once per head and chunk
         total.index_add_(0, place[:, c].flatten(), grad[:, c].flatten(0, 2).to(wide))
     return total[:-1].view(B, H, N, D).sum_to_size(like.shape).to(like.dtype)
 
 
 def _broadcast(x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Of as many batch elements and heads."""
+    """Expand both to equal batch size and heads."""
     B, H = max(x.shape[0], keys.shape[0]), max(x.shape[1], keys.shape[1])
     return _spread(x, H).expand(B, H, -1, -1), _spread(keys, H).expand(B, H, -1, -1)
 
 
 def _spread(x: Tensor, heads: int) -> Tensor:
-    """Each head for as many of the ``heads``."""
+    """Repeat each head for its group of the ``heads``."""
     own = x.shape[1]
     return x if own in (1, heads) else x.repeat_interleave(heads // own, 1)

@@ -1,12 +1,11 @@
-"""A call with a dynamic mask as one on the keys that are kept, gathered: of all queries, or of chunks of them.
+"""Dynamic masks by gathering: attention to the selected keys of all queries, or of chunks of queries.
 
-Scores that lie anyhow leave a kept key in nearly every tile, and skipping tiles saves nothing. Where all queries keep
-the same keys, these are gathered once, and the call is a dense one. With ``causal`` those that the queries of a chunk
-keep are gathered for each chunk; chunks lie along the batch, and a TileMask in the places of gathered keys says which
-query sees which: intervals of queries again. Keys are put in such an order that nearly all of its tiles are full or
-hidden.
+With scattered scores nearly every tile has a selected key, and skipping tiles saves nothing. If all queries select the
+same keys, these are gathered once for a dense call. With ``causal`` the keys selected by the queries of a chunk are
+gathered per chunk. Chunks become batch elements, and a TileMask over the gathered keys, intervals of queries again,
+masks them. Keys are ordered so that nearly all tiles are full or empty.
 
-How many keys a chunk keeps is never read: of C queries the first sees w at most, and each of the others one more.
+The number of keys of a chunk is not read but bounded: its first query sees at most keep, each other one more.
 """
 
 from __future__ import annotations
@@ -31,14 +30,16 @@ from tilewise.spec.tensors import is_dtensor
 from tilewise.spec.tiles import limits, visible_pairs
 from tilewise.topk.autograd import gather_rows
 
-# FLOPs of a forward that a gather must save at least: about what its own operators take the time of.
+# Least FLOPs of a forward that gathering must save: about the time of its own operators.
 WORTH = {"cpu": 1e7, "cuda": 1e11}
-CHUNK = 128  # queries, and gathered keys, come in multiples of it: tiles of kernels
+CHUNK = 128  # queries and gathered keys per chunk are multiples, for the tiles of kernels
 
 
 class Gather(NamedTuple):
-    """How keys are gathered: ``cols`` of them, or fewer, for each of ``chunks`` chunks of ``rows`` queries, of which
-    the last may reach past the end. masked: not every query sees all of these."""
+    """Number of chunks, of queries (rows) and of gathered keys (cols, padded) per chunk.
+
+    masked: not all queries of a chunk see all of its keys.
+    """
 
     chunks: int
     rows: int
@@ -46,7 +47,7 @@ class Gather(NamedTuple):
     masked: bool
 
     def problem(self, of: Problem) -> Problem:
-        """What is computed on gathered keys, in the place of the call ``of``."""
+        """Return the problem on gathered keys for the call ``of``."""
         batch, one = of.batch * self.chunks, self.chunks == 1
         bias, sink, mask = of.bias, of.sink, None
         if bias is not None:
@@ -67,7 +68,7 @@ class Gather(NamedTuple):
 
 
 def gather_of(problem: Problem, kept: Kept) -> Gather | str:
-    """How kept keys are gathered for a call, or why they are not and tiles are visited instead."""
+    """Return how to gather the selected keys of a call, or the reason to visit tiles instead."""
     p, mask = problem, problem.mask
     M, N = p.queries, p.keys
     if kept.by_query:
@@ -87,7 +88,7 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
     keep = min(kept.keep, N)
     rows = min(-(-keep // CHUNK) * CHUNK, M) if kept.causal else M
     chunks = -(-M // rows)
-    # So many that q is not padded, which is a copy, if there are such.
+    # Prefer a number of chunks for which q is not padded, which copies.
     chunks = next((n for n in range(chunks, 2 * chunks) if M % (n * CHUNK) == 0), chunks)
     rows = -(-M // chunks)
     cols = min(N, -(-(keep + rows - 1) // CHUNK) * CHUNK) if kept.causal else keep
@@ -102,9 +103,9 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
 
 
 def attention_of_selected(call: Call, kept: Kept, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-    """``(o, lse)`` of a call with a dynamic mask, if its keys are gathered; arguments that do not fit are errors.
+    """Return ``(o, lse)`` of a call with a dynamic mask if its keys are gathered, else None.
 
-    DTensors and ONNX take no mask by tiles, forward AD no attention, and the operator says so.
+    DTensors and ONNX export do not support a TileMask, nor forward AD attention: the operator raises for them.
     """
     if is_dtensor(call.inputs.q) or exports_onnx() or in_forward_mode():
         return None
@@ -113,7 +114,7 @@ def attention_of_selected(call: Call, kept: Kept, return_lse: bool) -> tuple[Ten
 
 
 def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """``(o, lse)`` of a call for which `gather_of` found a way; differentiable as it is."""
+    """Return ``(o, lse)`` of a call with a `Gather` from `gather_of`; differentiable."""
     inputs, score = call.inputs, call.score
     q, k, v, bias, _, sink, *_ = inputs
     tiles = inputs.tiles
@@ -126,7 +127,7 @@ def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Te
     chunks = gather.chunks
     keys, found = of_chunks(tiles.begins, tiles.ends, score.band, gather, B)
     if bias is not None:
-        wide = bias if bias.dtype == torch.float64 else bias.float()  # parts of its gradient are not rounded
+        wide = bias if bias.dtype == torch.float64 else bias.float()  # summands of its gradient are not rounded
         own = wide.mT if chunks == 1 else wide.mT.expand(B, -1, -1, -1)
         bias = gather_rows(keys, chunks, own)[0].mT
     if sink is not None and chunks > 1:
@@ -140,8 +141,10 @@ def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Te
 def of_chunks(
     begins: Tensor, ends: Tensor, band: Band, gather: Gather, batch: int
 ) -> tuple[Tensor, TileTensors | None]:
-    """The keys of each chunk, (B|1, H|1, chunks, cols), N where there is none; and, if not every query sees them all, a
-    mask of these for chunks along the batch."""
+    """Return the keys of each chunk, (B|1, H|1, chunks, cols), and their mask, None if all are visible.
+
+    Missing keys are N. The mask is for chunks as batch elements.
+    """
     chunks, rows, _, masked = gather
     batch = 1 if chunks == 1 and begins.shape[0] == 1 else batch
     if begins.is_cuda and is_eager((begins, ends)) and has_triton():
@@ -158,7 +161,7 @@ def of_chunks(
 
 
 def _in_band(begins: Tensor, ends: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-    """Intervals of queries, (B|1, H|1, 1, N), of what a band leaves of them."""
+    """Return intervals of queries, (B|1, H|1, 1, N), restricted to a causal or local window."""
     if band.unlimited:
         return begins, ends
     j = torch.arange(begins.shape[3], device=begins.device, dtype=begins.dtype)
@@ -170,21 +173,21 @@ def _in_band(begins: Tensor, ends: Tensor, band: Band) -> tuple[Tensor, Tensor]:
 
 
 def _selected_keys(begins: Tensor, ends: Tensor, gather: Gather) -> Tensor:
-    """The keys that some query of a chunk keeps, ascending, (B|1, H|1, chunks, cols) int64; after the last one N."""
+    """Return the ascending keys selected in each chunk, (B|1, H|1, chunks, cols) int64, padded with N."""
     chunks, rows, cols, _ = gather
     first = torch.arange(chunks, device=begins.device, dtype=begins.dtype)[:, None] * rows
     meets = (begins < first + rows) & (ends > first) & (ends > begins)
     counts = meets.cumsum(-1, dtype=torch.int32)
     number = torch.arange(1, cols + 1, device=begins.device, dtype=torch.int32)
-    # The n-th is where the count comes to n; of a mask whose numbers have changed, no more than there is room for.
+    # The n-th key is where the count reaches n. At most cols keys, even if the mask was changed.
     return torch.searchsorted(counts, number.expand(*counts.shape[:3], cols).contiguous())
 
 
 def _in_order(keys: Tensor, begins: Tensor, ends: Tensor, gather: Gather) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys of each chunk, so ordered that tiles are full or hidden, and the chunk's queries that see each: from,
-    to, (B|1, H|1, chunks, cols).
+    """Return the keys of each chunk in an order that makes tiles full or empty, and the queries [from, to) of each.
 
-    First come those that all queries see, then those that go, the last to go first, then those that come, as they do.
+    All are (B|1, H|1, chunks, cols). Keys visible to all queries come first, then those visible from the first query
+    on, longest first, then the others by their first query.
     """
     chunks, rows, _, _ = gather
     first = torch.arange(chunks, device=keys.device, dtype=begins.dtype)[:, None] * rows
@@ -201,7 +204,7 @@ def _in_order(keys: Tensor, begins: Tensor, ends: Tensor, gather: Gather) -> tup
 
 
 def _split(x: Tensor, gather: Gather) -> Tensor:
-    """(B, H, M, D) as (B · chunks, H, rows, D): a view where M is a multiple of rows and sequences lie end to end."""
+    """Return (B, H, M, D) as (B · chunks, H, rows, D): a view if rows divide M and B has stride M · row stride."""
     if gather.chunks == 1:
         return x
     more = gather.chunks * gather.rows - x.shape[2]
@@ -210,7 +213,7 @@ def _split(x: Tensor, gather: Gather) -> Tensor:
 
 
 def _joined(x: Tensor, batch: int, queries: int, gather: Gather) -> Tensor:
-    """(B · chunks, H, rows, ...) as (B, H, M, ...)."""
+    """Return (B · chunks, H, rows, ...) as (B, H, M, ...)."""
     if gather.chunks == 1:
         return x
     x = x.unflatten(0, (batch, gather.chunks)).transpose(1, 2).flatten(2, 3)
@@ -218,10 +221,10 @@ def _joined(x: Tensor, batch: int, queries: int, gather: Gather) -> Tensor:
 
 
 def _sink_of_chunks(sink: Tensor, batch: int, queries: int, gather: Gather) -> Tensor:
-    """(B|1, H|1, M|1), of more chunks than one."""
+    """Return the sink (B|1, H|1, M|1) for chunks as batch elements, more than one."""
     if sink.shape[0] == sink.shape[2] == 1:
         return sink
-    wide = sink if sink.dtype == torch.float64 else sink.float()  # parts of its gradient are not rounded
+    wide = sink if sink.dtype == torch.float64 else sink.float()  # summands of its gradient are not rounded
     rows = gather.rows if sink.shape[2] > 1 else 1
     wide = wide.expand(batch, -1, queries if sink.shape[2] > 1 else gather.chunks)[..., None]
     return _split(wide, gather._replace(rows=rows))[..., 0]

@@ -1,7 +1,7 @@
-"""Triton kernels of dynamic masks: the queries and chunks that keep a key, gathered keys, and their gradients.
+"""Triton kernels of dynamic masks: selected keys of intervals and chunks, gathered rows, their gradients.
 
-`tilewise.topk.gather` and `tilewise.topk.selection` compute each of these by operators of PyTorch elsewhere; on a GPU
-these are a few hundred launches, or move several times the bytes.
+On a GPU the PyTorch operators of `tilewise.topk.gather` and `tilewise.topk.selection` would take a few hundred
+launches, or move several times the bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tilewise.backends.kernels.interval_tiles import _store_tiles
 from tilewise.backends.launch.launcher import POINTER, Launch, Strided, strided
 from tilewise.spec.block_mask import WORD, TileTensors
 
-TILE = 128  # of a mask of gathered keys
+TILE = 128  # tile size of the mask of gathered keys
 _BLOCK = 1024
-# What a launch is kept by beside its numbers: the device, and dtypes, for it takes the kernel that it had before.
+# Key of a cached launch beside its numbers: device and dtypes, since a launch reuses its compiled kernel.
 Kind = tuple[torch.device, *tuple[torch.dtype, ...]]
 
 
@@ -42,8 +42,10 @@ def _take_rows(
 
 
 def take_rows(x: Tensor, keys: Tensor) -> Tensor:
-    """Of x (B, H, N, D) the rows that ``keys`` (B|1, H'|1, chunks, cols) name, 0 for N and above: (B · chunks, H, cols,
-    D). H' divides H."""
+    """Gather rows of x (B, H, N, D), (B · chunks, H, cols, D); rows N and above are 0.
+
+    keys: (B|1, H'|1, chunks, cols), where H' divides H.
+    """
     B, H, _, D = x.shape
     chunks, cols = keys.shape[2:]
     with device_of(x):
@@ -58,7 +60,7 @@ def take_rows(x: Tensor, keys: Tensor) -> Tensor:
 def take_rows_kernel(
     x, keys, found, heads, count, dim, chunks, cols, of_batch, group, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """One program a block of rows of one head of a chunk."""
+    """Each program gathers a block of rows of one head and chunk."""
     blocks = tl.cdiv(cols, BLOCK_R)
     pid = tl.program_id(0)
     r, row = pid % blocks * BLOCK_R + tl.arange(0, BLOCK_R), pid // blocks
@@ -96,9 +98,9 @@ def _places(kind: Kind, count: int, cols: int, rows: int) -> Launch:
 
 
 def places_of(keys: Tensor, count: int) -> Tensor:
-    """Where each of ``count`` keys lies in each chunk, (B|1, H'|1, chunks, count) int32; -1 where it does not.
+    """Return the place of each of ``count`` keys in each chunk, (B|1, H'|1, chunks, count) int32, else -1.
 
-    keys: (B|1, H'|1, chunks, cols), in each chunk no two alike but those of ``count`` and above, which are none.
+    keys: (B|1, H'|1, chunks, cols), distinct in each chunk; ``count`` and above are ignored.
     """
     cols = keys.shape[3]
     with device_of(keys):
@@ -109,7 +111,7 @@ def places_of(keys: Tensor, count: int) -> Tensor:
 
 @triton.jit
 def places_kernel(keys, places, count, cols, BLOCK: tl.constexpr):
-    """One program a block of the keys of one chunk."""
+    """Each program handles a block of the keys of one chunk."""
     blocks = tl.cdiv(cols, BLOCK)
     pid = tl.program_id(0)
     place, row = pid % blocks * BLOCK + tl.arange(0, BLOCK), tl.cast(pid // blocks, tl.int64)
@@ -120,10 +122,10 @@ def places_kernel(keys, places, count, cols, BLOCK: tl.constexpr):
 def sum_rows(
     grad: Tensor, places: Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype, by_heads: bool
 ) -> Tensor:
-    """Of gathered rows' gradient (B · chunks, H, cols, D) that of the rows, (B, H, N, D), a sum in float32 in the order
-    of the chunks.
+    """Return the gradient (B, H, N, D) of gathered rows with gradient (B · chunks, H, cols, D).
 
-    places: as `places_of` gives them, where H' divides H. by_heads: rows lie as (B, N, H, D).
+    Summed in float32, in the order of the chunks. places: from `places_of`, where H' divides H. by_heads: the result's
+    memory order is (B, N, H, D).
     """
     B, H, N, D = shape
     chunks = places.shape[2]
@@ -141,7 +143,7 @@ def sum_rows(
 def sum_rows_kernel(
     grad, places, total, heads, keys, dim, chunks, of_batch, group, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """One program a block of keys of one head."""
+    """Each program sums a block of keys of one head."""
     blocks = tl.cdiv(keys, BLOCK_N)
     pid = tl.program_id(0)
     n, h, b = pid % blocks * BLOCK_N + tl.arange(0, BLOCK_N), pid // blocks % heads, pid // blocks // heads
@@ -150,7 +152,7 @@ def sum_rows_kernel(
     at_places = places + tl.cast(b, tl.int64) * of_batch + tl.cast(h // group * chunks, tl.int64) * keys
     at_head = grad.pointer + tl.cast(h, tl.int64) * grad.stride1 + d.to(tl.int64)[None, :] * grad.stride3
     found = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    # Of four chunks first the places and then the rows: a load waits for the address of the one before it.
+    # Load the places of four chunks, then their rows: a load of rows waits for the load of its addresses.
     for c in range(0, chunks, 4):
         at = at_places + tl.cast(h * 0 + c, tl.int64) * keys + n
         place0 = tl.load(at, mask=inside, other=-1)
@@ -169,17 +171,17 @@ def sum_rows_kernel(
 
 @triton.jit
 def _rows_at(grad, at_head, chunk, place, cols):
-    """Gathered rows of a chunk at places, 0 for -1."""
+    """Load gathered rows of a chunk at places, 0 for -1."""
     at = at_head + tl.cast(chunk, tl.int64) * grad.stride0 + place.to(tl.int64)[:, None] * grad.stride2
     return tl.load(at, mask=(place >= 0)[:, None] & cols[None, :], other=0.0)
 
 
-# --- when keys go ---
+# --- when keys are dropped ---
 
 
 @lru_cache(256)
 def _levels(device: torch.device, rows: int, n: int, wanted: int) -> tuple[Launch, list[tuple[Launch, Launch]]]:
-    """What begins, and of each level what counts and what goes on."""
+    """Return the first launch, and for each level its counting and its moving launch."""
     half = 1 << max((n - 1).bit_length() - 1, 0)
     programs = rows * triton.cdiv(n, _BLOCK)
     start = Launch(smallest_start_kernel, programs, (POINTER,) * 6, (n, half, wanted, _BLOCK), num_warps=4)
@@ -194,17 +196,17 @@ def _levels(device: torch.device, rows: int, n: int, wanted: int) -> tuple[Launc
 
 
 def running_smallest(order: Tensor, w: int) -> Tensor:
-    """`tilewise.topk.selection.running_smallest` of a tensor on a GPU, int32."""
+    """Return `tilewise.topk.selection.running_smallest` of a tensor on a GPU, int32."""
     with device_of(order):
         found = _smallest(order.contiguous(), w)
         return torch.where(torch.arange(order.shape[-1], device=order.device) < w, order.shape[-1], found)
 
 
 def _smallest(order: Tensor, w: int) -> Tensor:
-    """The same of a contiguous tensor, but anything at the first ``w`` places, before which there are fewer numbers."""
+    """Return `running_smallest` of a contiguous tensor, with undefined values at the first ``w`` places."""
     n, rows = order.shape[-1], order.numel() // order.shape[-1]
     device, size = order.device, order.numel()
-    # One array, whose parts begin at multiples of 16 bytes.
+    # One allocation; each part is aligned to 16 bytes.
     parts = torch.empty(8, -(-size // 4) * 4, dtype=torch.int32, device=device)
     numbers, counts, ends, left, found, after, zeros_after, zeros = parts.unbind()
     start, levels = _levels(device, rows, n, min(w, n + 1) - 1)
@@ -218,7 +220,7 @@ def _smallest(order: Tensor, w: int) -> Tensor:
 
 @triton.jit
 def smallest_start_kernel(order, numbers, ends, left, found, zeros, n, half, wanted, BLOCK: tl.constexpr):
-    """What `smallest_level_kernel` begins with: one program a block of ``order``, int64."""
+    """Initialize the arrays of `smallest_level_kernel`; each program a block of ``order``, int64."""
     blocks = tl.cdiv(n, BLOCK)
     pid = tl.program_id(0)
     i = pid % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -234,10 +236,10 @@ def smallest_start_kernel(order, numbers, ends, left, found, zeros, n, half, wan
 
 @triton.jit
 def smallest_counts_kernel(zeros, counts, n, half, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """How many numbers up to each are lower, zeros and counts of `smallest_level_kernel`: one program a block.
+    """Sum ``zeros`` of `smallest_level_kernel` along rows into ``counts``; each program a block.
 
-    Of the nodes before a block exactly half are lower, so that only its own node is added up, WIDE at once. cumsum of
-    PyTorch has one program for a row, of which there are as many as heads.
+    Exactly half of the numbers in earlier nodes are lower, so that only the block's own node is summed, WIDE numbers at
+    a time. torch.cumsum has one program per row, as few as there are heads.
     """
     blocks = tl.cdiv(n, BLOCK)
     pid = tl.program_id(0)
@@ -257,15 +259,15 @@ def smallest_counts_kernel(zeros, counts, n, half, BLOCK: tl.constexpr, WIDE: tl
 def smallest_level_kernel(
     numbers, counts, ends, left, found, after, zeros_after, zeros, n, half, next_half, BLOCK: tl.constexpr
 ):
-    """One level of a wavelet tree: each number goes to the lower or the upper half of its node, and each question to
-    the half in which its answer lies.
+    """Process one level of a wavelet tree: numbers and lookups move to the lower or upper half of their node.
 
-    Numbers are a permutation of 0 to n - 1, and each node has those from its first place on, 2·half or, at the end,
-    fewer: of those before it exactly half are lower.
+    Numbers are a permutation of 0 to n - 1. A node has the 2·half numbers (fewer at the end) from its first place on;
+    of the numbers before it exactly half are lower.
 
-    All int32 (rows, n). numbers: in the order of this level; zeros, counts: whether each is lower, and how many up to
-    it are. ends, left, found: of each question where its numbers end, how many smaller are to be left out, and where
-    its node begins; they are moved on. after, zeros_after: ``numbers`` and ``zeros`` of the next level.
+    All arrays are int32 (rows, n).
+    numbers: in the order of this level; zeros, counts: 1 if a number is lower, and the number of those so far.
+    ends, left, found: of each lookup, end of its range, smaller numbers to skip, and first place of its node; updated.
+    after, zeros_after: ``numbers`` and ``zeros`` of the next level.
     """
     blocks = tl.cdiv(n, BLOCK)
     pid = tl.program_id(0)
@@ -275,7 +277,7 @@ def smallest_level_kernel(
     end = tl.load(ends + row + i, mask=inside, other=0)
     wanted = tl.load(left + row + i, mask=inside, other=0)
     begin = tl.load(found + row + i, mask=inside, other=0)
-    # Questions without an answer may have left the numbers.
+    # Lookups without an answer may be out of range.
     until = tl.load(counts + row + end - 1, mask=inside & (end > 0) & (end <= n), other=0)
     lower = until - begin // 2
     here = wanted < lower
@@ -292,7 +294,7 @@ def smallest_level_kernel(
         tl.store(zeros_after + row + to, (x // next_half % 2 == 0).to(tl.int32), mask=inside)
 
 
-# --- intervals of queries, and which tiles they leave ---
+# --- intervals of queries ---
 
 
 @lru_cache(256)
@@ -303,7 +305,10 @@ def _intervals(device: torch.device, rows: int, n: int, queries: int, keep: int,
 
 
 def selected_intervals(order: Tensor, keep: int, causal: bool, queries: int) -> tuple[Tensor, Tensor]:
-    """From and up to which query each key is kept, int32 (B, H, 1, N). order: int64 (B, H, N), keys, the best first."""
+    """Return from and up to which query each key is selected, int32 (B, H, 1, N).
+
+    order: int64 (B, H, N), keys, best first.
+    """
     b, h, n = order.shape
     with device_of(order):
         order = order.contiguous()
@@ -317,8 +322,10 @@ def selected_intervals(order: Tensor, keep: int, causal: bool, queries: int) -> 
 def selected_intervals_kernel(
     order, gone, begins, ends, n, queries, keep, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program a block of places in the order. gone: with CAUSAL, when the key goes that is there, from place
-    ``keep`` on."""
+    """Each program handles a block of places in the order.
+
+    gone: with CAUSAL, the key at which the key at a place is dropped, from place ``keep`` on.
+    """
     blocks = tl.cdiv(n, BLOCK)
     pid = tl.program_id(0)
     i = pid % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -344,7 +351,7 @@ def _chosen(
     device: torch.device, matrices: int, n: int, chunks: int, rows: int, cols: int, limits: tuple[int, int],
     ranked: bool,
 ) -> Launch:  # fmt: skip
-    block = min(triton.next_power_of_2(n), 4 * _BLOCK)  # a program goes through them one after the other
+    block = min(triton.next_power_of_2(n), 4 * _BLOCK)  # a program loops over blocks
     numbers = (n, chunks, rows, cols, *limits, ranked, block)
     return Launch(chosen_keys_kernel, matrices * chunks, (POINTER,) * 4, numbers, num_warps=16)
 
@@ -362,17 +369,16 @@ def _ordered(
 def keys_of_chunks(
     begins: Tensor, ends: Tensor, limits: tuple[int, int], gather: tuple[int, int, int, bool], batch: int
 ) -> tuple[Tensor, TileTensors | None]:
-    """Like `tilewise.topk.gather.of_chunks`, on a GPU: the keys of each chunk, int32 (B|1, H|1, chunks, cols), in an
-    order that makes tiles full or empty; and their mask, of ``batch`` times chunks, if not all queries see all of them.
+    """Return `tilewise.topk.gather.of_chunks` of a GPU: int32 keys, (B|1, H|1, chunks, cols), and their mask.
 
-    begins, ends: int32 (B|1, H|1, 1, N), contiguous. limits: `tilewise.spec.tiles.limits` of a band. gather:
+    begins, ends: int32 (B|1, H|1, 1, N), contiguous. limits: from `tilewise.spec.tiles.limits`. gather: a
     `tilewise.topk.gather.Gather`.
     """
     (b, h, _, n), (chunks, rows, cols, masked) = begins.shape, gather
     device = begins.device
     with device_of(begins):
         keys = begins.new_empty(b, h, chunks, cols)
-        few = torch.int16 if 2 * rows + 1 < 2**15 else torch.int32  # a sort looks at each bit
+        few = torch.int16 if 2 * rows + 1 < 2**15 else torch.int32  # a radix sort takes time per bit
         ranks = torch.empty_like(keys, dtype=few) if masked else None
         _chosen(device, b * h, n, chunks, rows, cols, limits, masked)(begins, ends, keys, ranks)
         if ranks is None:
@@ -388,7 +394,7 @@ def keys_of_chunks(
 
 @triton.jit
 def _seen(begins, ends, row, key, these, first, rows, lo, hi):
-    """From and up to which query of a chunk a key is seen, equal where it is not; of other keys 0 and 0."""
+    """Return from and up to which query of a chunk a key is visible, equal if it is not; 0 outside ``these``."""
     begin = tl.maximum(tl.load(begins + row + key, mask=these, other=0), key - hi)
     end = tl.minimum(tl.load(ends + row + key, mask=these, other=0), key - lo + 1)
     seen_from = tl.minimum(tl.maximum(begin - first, 0), rows)
@@ -400,9 +406,10 @@ def _seen(begins, ends, row, key, these, first, rows, lo, hi):
 def chosen_keys_kernel(
     begins, ends, keys, ranks, count, chunks, rows, cols, lo, hi, RANKED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a chunk of one matrix: the keys that it sees, as they come, and after them ``count``. RANKED: ranks
-    that put first those which all queries see, then those that go, the last to go first, then those that come, as
-    they do, and then what is no key."""
+    """Each program lists the keys of one chunk and matrix, ascending and padded with ``count``.
+
+    RANKED: also their ranks, ordered as by `tilewise.topk.gather._in_order`, padding last.
+    """
     pid = tl.program_id(0)
     first, row, at = pid % chunks * rows, tl.cast(pid // chunks, tl.int64) * count, tl.cast(pid, tl.int64) * cols
     done = 0
@@ -411,7 +418,7 @@ def chosen_keys_kernel(
         seen_from, seen_to = _seen(begins, ends, row, key, key < count, first, rows, lo, hi)
         chosen = seen_to > seen_from
         place = done + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        # Of a mask whose numbers have changed, no more than there is room for.
+        # At most cols keys, even if the mask was changed.
         here = chosen & (place < cols)
         tl.store(keys + at + place, key, mask=here)
         if RANKED:
@@ -431,9 +438,9 @@ def ordered_keys_kernel(
     order, keys, begins, ends, ordered, seen_from, seen_to, tiles, count, own, heads, chunks, rows, cols, lo, hi,
     TILE: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of keys of one chunk and head: which these are, who sees them, and which tiles that leaves.
+    """Each program orders a tile of keys of one chunk and head and writes its intervals and mask tiles.
 
-    order: int64, of the ``own`` batch elements, or the one, whose keys all have. A chunk lies along the batch.
+    order: int64, for ``own`` batch elements, 1 if it is broadcast. Chunks are batch elements.
     """
     row_tiles, col_tiles = tl.cdiv(rows, TILE), tl.cdiv(cols, TILE)
     pid = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""dynamic_mask: each query keeps the best of its keys, by scores that a model computes at each step."""
+"""dynamic_mask: each query attends to its best keys, by scores that a model computes at each step."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from tilewise.spec.tensors import check_tensor
 def dynamic_mask(
     scores: Tensor, *, keep: int, causal: bool = False, queries: int | None = None, block: Block = 128
 ) -> TileMask:
-    """The mask in which each query sees the ``keep`` keys with the largest scores, as a `TileMask`.
+    """Return the `TileMask` in which each query sees the ``keep`` keys with the largest scores.
 
-    A key and its scores are looked at alone: nobody waits for the device, and for scores that do not depend on the
-    query no array of queries times keys is made. With equal scores the key of lower index is kept.
+    Does not synchronize, and makes no array of queries times keys if scores do not depend on the query. Of equal scores
+    the lower key index is selected; NaN is larger than any number.
 
     Args:
-        scores: (B|1, H|Hkv|1, M|1, N), of any floating dtype; a bias may serve. No gradient flows into them: pass them
-            as ``bias=`` too, and what is kept gets its gradient.
-        keep: how many keys a query keeps; one that sees fewer keeps them all.
-        causal: query i keeps the best of the keys up to i + N - M, those that it sees with ``causal=True``, so that no
-            later score decides. Without it, the best of all keys.
+        scores: (B|1, H|Hkv|1, M|1, N), of any floating dtype; may be a bias. They get no gradient from the mask: pass
+            them as ``bias=`` too for gradients of selected keys.
+        keep: number of keys per query; a query that sees fewer selects all.
+        causal: query i selects from the keys up to i + N - M, those that it sees with ``causal=True``, so that no later
+            score has an effect. Otherwise from all keys.
         queries: M of the calls, for scores of one row. Default: N.
         block: queries and keys of a tile, multiples of 64, one number or two.
 
-    Scores of one row keep each key for one interval of queries: with ``causal`` from the query that sees it first to
-    the one that has seen ``keep`` better keys. Those of M rows are sorted a row of tiles at a time, and bits are kept
-    of all pairs, an eighth of a byte each. NaN is larger than any number.
+    With scores of one row each key is selected by one interval of queries: with ``causal`` from the first query that
+    sees it until ``keep`` better keys are visible. Scores of M rows are sorted by rows of tiles, and take one bit per
+    pair.
 
-    A call with scores of one row gathers the keys that are kept, where that is faster: `tilewise.explain` says so.
+    A call with scores of one row gathers the selected keys if that is faster; see `tilewise.explain`.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed.
 
     Source: Dynamic Mask Attention (arXiv 2508.02124), whose top-w keys are those of one row.
     """
@@ -79,7 +79,7 @@ def dynamic_mask(
         begins = torch.zeros_like(rank)
         found = TileMask.from_intervals(begins, torch.where(rank < keep, count, 0), count, block=block)
         return TileMask(count, keys, found.tensors, kept)
-    # Key j goes when the keep-th of those that are better has come: the keep-th smallest index before it in the order.
+    # Key j is dropped at the keep-th better key: the keep-th smallest index before it in the order.
     gone = running_smallest(order, keep).gather(-1, rank)
     first = torch.arange(keys, device=order.device) - (keys - count)
     ends = torch.where(gone < keys, gone - (keys - count), count)
@@ -95,7 +95,7 @@ def _of_each_query(scores: Tensor, keep: int, causal: bool, block: Block) -> Til
         some, last = scores[:, :, part], torch.full((), keys, device=scores.device)
         if causal:
             last = torch.arange(part.start, part.stop, device=scores.device)[:, None] + keys - rows + 1
-            # What a query does not see comes last, behind its own -inf too, which has a lower index.
+            # Invisible keys sort last, also behind visible keys with -inf, which have a lower index.
             some = some.masked_fill(place >= last, -torch.inf)
         order = some.sort(dim=-1, descending=True, stable=True).indices
         best = torch.zeros_like(order, dtype=torch.bool)
@@ -106,11 +106,11 @@ def _of_each_query(scores: Tensor, keep: int, causal: bool, block: Block) -> Til
 
 
 def running_smallest(order: Tensor, w: int) -> Tensor:
-    """Of a permutation (..., N), at each place the w-th smallest of the numbers before it; N where there are fewer.
+    """Return, per place of a permutation (..., N), the w-th smallest number before it; N if there are fewer.
 
-    A wavelet matrix (Claude, Navarro, Ordóñez 2015): level by level, from the highest bit, numbers with 0 come before
-    those with 1, each in the order in which they came. Of those before a place it is then known how many have 0, and
-    whether the w-th smallest is among these. N log N steps, all places at once.
+    A wavelet matrix (Claude, Navarro, Ordóñez 2015): level by level, from the highest bit, numbers are partitioned
+    stably into those with 0 and those with 1. The counts of 0 before each place tell whether the w-th smallest is among
+    them. N log N steps, vectorized over places.
     """
     if order.is_cuda and is_eager((order,)) and has_triton():
         from tilewise.topk import kernels as topk_kernels
