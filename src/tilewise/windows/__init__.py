@@ -1,10 +1,10 @@
-"""Attention in windows of keys around blocks of queries, on GPUs: one launch each way.
+"""Attention of blocks of queries in windows of keys, on GPUs: one launch each for forward and backward.
 
-config         which calls the kernels take, and their tiles
-forward        the kernel of O and the rows' statistics
-backward       the kernel of all gradients
-launch         from tensors to kernels
-autograd       the operators, and how a call meets autograd
+config         supported calls, and tile sizes
+forward        kernel of O and row statistics
+backward       kernel of all gradients
+launch         preparation of launches from tensors
+autograd       operators, and eager calls
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 
 class Geometry(NamedTuple):
-    """Block b has the queries from ``q_block * b`` on, and its window the ``k_block`` keys from ``before`` keys before
-    them on. shift: a window that would reach out of the sequence is moved inside."""
+    """Sizes of blocks of queries and of their windows, which begin ``before`` keys before the block.
+
+    shift: windows that exceed the sequence are moved inside.
+    """
 
     q_block: int
     k_block: int
@@ -26,7 +28,7 @@ class Geometry(NamedTuple):
 
 
 class WindowNeeds(NamedTuple):
-    """Which gradients a backward computes."""
+    """Gradients that a backward computes."""
 
     q: bool
     k: bool

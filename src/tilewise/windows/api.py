@@ -1,4 +1,4 @@
-"""Windows of keys around blocks of queries, as the atom attention of AlphaFold 3 has them."""
+"""Windows of keys around blocks of queries, as in the atom attention of AlphaFold 3."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Edges = Literal["clip", "shift"]
 
 
 class Windows(NamedTuple):
-    """Which keys each block of queries sees.
+    """Blocks of queries and their windows of keys.
 
-    Block b has the queries from ``q_block * b`` on, and its window ``k_block`` keys, as many before the block as after
-    it, or one more after it. edges: "clip" leaves it so, and what lies outside the sequence is hidden; "shift" moves it
-    inside, and only where the sequence is shorter than the window something is hidden.
+    Block b has ``q_block`` queries from ``q_block * b`` on. Its window has ``k_block`` keys, equally many before and
+    after the block, or one more after it. edges: "clip" hides keys outside the sequence; "shift" moves windows inside,
+    and hides keys only if the sequence is shorter than a window.
     """
 
     length: int
@@ -32,17 +32,17 @@ class Windows(NamedTuple):
 
     @property
     def before(self) -> int:
-        """Keys of a window before its block."""
+        """Number of keys of a window before its block."""
         return (self.k_block - self.q_block) // 2
 
     @property
     def after(self) -> int:
-        """Keys of a window behind its block."""
+        """Number of keys of a window after its block."""
         return self.k_block - self.q_block - self.before
 
     @property
     def last(self) -> int:
-        """The last place at which a shifted window may begin."""
+        """Last begin of a shifted window."""
         return max(self.length - self.k_block, 0)
 
     def begin(self, block: int) -> int:
@@ -51,8 +51,10 @@ class Windows(NamedTuple):
 
     @property
     def centred(self) -> tuple[int, int]:
-        """The first block whose window is not moved, and the one after the last. With "shift" all before begin at 0,
-        and all behind at ``last``."""
+        """Return [first, end) of the blocks whose windows are not moved.
+
+        With "shift" all windows before begin at 0, and all after at ``last``.
+        """
         if self.edges == "clip":
             return 0, self.blocks
         first = -(-self.before // self.q_block)
@@ -60,13 +62,15 @@ class Windows(NamedTuple):
         return min(first, self.blocks), max(min(end, self.blocks), min(first, self.blocks))
 
     def together(self, count: int) -> Windows:
-        """So many blocks as one, whose window is theirs; of "clip"."""
+        """Merge ``count`` blocks into one whose window covers theirs; for "clip"."""
         more = (count - 1) * self.q_block
         return self._replace(q_block=self.q_block + more, k_block=self.k_block + more)
 
     def visible(self, mask: Tensor | None, device: torch.device) -> Tensor | None:
-        """bool (B, blocks, k_block) of ``mask`` (B, length), or (1, ...) without one; None where nothing is hidden.
-        "clip": windows overlap in memory."""
+        """Return bool (B|1, blocks, k_block) of ``mask`` (B, length) or None; None if nothing is hidden.
+
+        With "clip" windows overlap in memory.
+        """
         if self.edges == "shift":
             if mask is None:
                 if self.length >= self.k_block:
@@ -83,22 +87,22 @@ class Windows(NamedTuple):
         return row.unfold(1, self.k_block, self.q_block)[:, : self.blocks]
 
     def absent(self, device: torch.device) -> Tensor:
-        """bool (blocks, q_block, 1), True at places of the last block that have no query."""
+        """Return bool (blocks, q_block, 1), True for padding after the last query."""
         rows = torch.arange(self.blocks * self.q_block, device=device).view(self.blocks, self.q_block, 1)
         return rows >= self.length
 
     def of(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Keys or values (B, H, length, D) by windows, (B, H, blocks, k_block, D), of which the first three dimensions
-        merge into one. What lies outside the sequence is finite where x is, or belongs to another (B, H).
+        """Return windows (B, H, blocks, k_block, D) of keys or values (B, H, length, D).
 
-        "clip": a view of one copy of x, in which windows overlap; "shift": each window is copied. The gradient sums the
-        windows' in float32, or float64, in one order.
+        The first three dimensions can be flattened. Elements outside the sequence are finite where x is, or belong to
+        another (B, H). With "clip" the result is a view of one copy, in which windows overlap; with "shift" windows are
+        copied. Gradients of windows are summed in float32 or float64, deterministically.
         """
         found: tuple[Tensor, ...] = _Windows.apply(self, *tensors)
         return found
 
     def _copied(self, x: Tensor) -> Tensor:
-        """Each window of ``x`` (B, H, length, D), with zeros where the sequence is shorter."""
+        """Copy the windows of ``x`` (B, H, length, D), padded with zeros if the sequence is shorter."""
         (B, H, N, D), (first, end), k_block = x.shape, self.centred, self.k_block
         x = pad(x, (0, 0, 0, k_block - N)) if k_block > N else x
         found = x.new_empty(B, H, self.blocks, k_block, D)
@@ -111,10 +115,10 @@ class Windows(NamedTuple):
         return found
 
     def _overlapping(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Of "clip" and tensors of one shape: views of one new memory.
+        """Return overlapping windows of tensors of one shape as views of one new allocation; for "clip".
 
-        Sequences lie end to end, and a window that reaches out of one reads hidden keys of the next, so that all lie
-        evenly. Zeros lie before, between and behind the tensors.
+        Sequences are concatenated, so that windows have a constant stride; a window beyond one sequence reads hidden
+        keys of the next. Zeros are before, between and after the tensors.
         """
         B, H, N, D = tensors[0].shape
         rows, margin, count = self.blocks * self.q_block, self.after, len(tensors)
@@ -135,13 +139,13 @@ class Windows(NamedTuple):
         return found
 
     def _summed(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """`of` backwards, of gradients of one shape: for each key the sum over the windows that have it."""
+        """Return the gradients of `of`: for each key the sum over its windows; ``grads`` have one shape."""
         grad = grads[0]
         B, H, _, k_block, D = grad.shape
         (first, end), q_block, count = self.centred, self.q_block, len(grads)
         centred, pieces = end - first, -(-k_block // q_block)
-        # A window is cut into pieces of a block, and total[t] sums piece p of window t - p. So that there is such a
-        # window for each t and p, as many of zeros stand before the first and behind the last.
+        # Split windows into pieces of a block: total[t] sums piece p of window t - p. Windows of zeros before the first
+        # and after the last make such a window exist for each t and p.
         padded = grad.new_zeros(count, B, H, centred + 2 * (pieces - 1), pieces * q_block, D)
         for n, x in enumerate(grads):
             padded[n, :, :, pieces - 1 : pieces - 1 + centred, :k_block] = x[:, :, first:end]
@@ -151,7 +155,7 @@ class Windows(NamedTuple):
         diagonals = padded.as_strided(shape, strides, (pieces - 1) * line)
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         if self.edges == "clip":
-            # the kernels of a sum of 16 bits add up in float32, and round once
+            # torch.sum of 16-bit numbers accumulates in float32 and rounds once
             total = diagonals.sum(4).flatten(3, 4)[:, :, :, self.before : self.before + self.length]
             return list(total.unbind(0))
         found = grad.new_zeros(count, B, H, max(self.length, k_block), D, dtype=wide)
@@ -188,7 +192,7 @@ class _Windows(torch.autograd.Function):
 
 
 def _alike(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Keys and values together, if they are alike; a call says what is wrong with those that may not differ."""
+    """Group keys and values if shape, dtype and device are equal; the call raises if they must not differ."""
     first = tensors[0]
     if all((x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device) for x in tensors):
         return [tensors]
@@ -196,10 +200,10 @@ def _alike(tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
 
 
 def banded(bias: Tensor, windows: Windows, count: int, mask: Tensor | None) -> Tensor:
-    """The bias (B|1, H|1, blocks, q_block, k_block) of ``windows`` as that of ``windows.together(count)``, with -inf
-    where a query's own block has no key, and where its key lies outside the sequence or ``mask`` hides it.
+    """Return the bias (B|1, H|1, blocks, q_block, k_block) of ``windows`` for ``windows.together(count)``.
 
-    mask: (1, length), or (B, length) of a bias of B. Queries that there are not see nothing.
+    It is -inf for keys outside a query's own window or the sequence, and where ``mask`` hides them. mask: (1, length),
+    or (B, length) for a bias of B. Padding queries see nothing.
     """
     found: Tensor = _Banded.apply(bias, windows.visible(mask, bias.device), windows, count)
     return found
@@ -210,15 +214,15 @@ class _Banded(torch.autograd.Function):
     def forward(bias: Tensor, seen: Tensor, windows: Windows, count: int) -> Tensor:
         (B, H), q_block = bias.shape[:2], windows.q_block
         wide = windows.together(count)
-        # A matrix of which each block's part begins q_block rows and q_block columns after that of the block before
-        # it; this holds from one matrix to the next too where so many numbers lie between them.
+        # Each block begins q_block rows and columns after the one before, also from one matrix to the next: as many
+        # numbers are between them.
         line = -(-wide.k_block // 8) * 8
         matrix = wide.q_block * (line + 1)
         memory = bias.new_full((B, H, wide.blocks * matrix), -torch.inf)
         outer = memory.stride()[:2]
         parts = memory.as_strided(bias.shape, (*outer, q_block * (line + 1), line, 1))
-        parts.copy_(torch.where(seen[:, None, :, None], bias, -torch.inf))  # a compiler takes no out= of such strides
-        if windows.blocks and windows.length % q_block:  # queries that there are not
+        parts.copy_(torch.where(seen[:, None, :, None], bias, -torch.inf))  # compilers reject out= of such strides
+        if windows.blocks and windows.length % q_block:  # padding queries
             parts[:, :, -1, windows.length % q_block :].fill_(-torch.inf)
         return memory.as_strided((B, H, wide.blocks, wide.q_block, wide.k_block), (*outer, matrix, line, 1))
 

@@ -1,6 +1,6 @@
-"""The operators ``tilewise::window_attention`` and ``tilewise::window_attention_backward``, and how they meet autograd.
+"""Operators ``tilewise::window_attention`` and ``tilewise::window_attention_backward``, and their autograd.
 
-As in `tilewise.operator.autograd`, an eager call on plain tensors leaves the dispatcher out.
+As in `tilewise.operator.autograd`, an eager call on plain tensors bypasses the dispatcher.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ _prepared: Prepared[Windowed] = Prepared()
 
 
 def layouts(tensors: Sequence[Tensor | None]) -> tuple:
-    """All that a launch depends on but addresses, whose alignment it looks at itself; and how PyTorch wants products of
-    float32."""
+    """Return all that a launch depends on except alignment, which it checks itself; with the float32 precision."""
     q = tensors[0]
     precision = float32_precision(torch.float32) if q is not None and q.dtype is torch.float32 else None
     return (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], precision)
@@ -60,7 +59,7 @@ def windowed(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, q_block: int,
     k_block: int, shift: bool,
 ) -> Windowed:  # fmt: skip
-    """What computes calls of this layout, which `config.fits` and `config.rows_merge` have let pass."""
+    """Return the prepared computation of this layout; requires `config.fits` and `config.rows_merge`."""
     key = (layouts((q, k, v, bias, mask)), scale, q_block, k_block, shift)
     run = _prepared.get(key)
     if run is None:
@@ -131,7 +130,7 @@ WINDOWS_BACKWARD = Operator(
 
 
 class _EagerWindows(torch.autograd.Function):
-    """``q, k, v, bias, mask, call -> o``; call: (what computes it, the operator's numbers)."""
+    """Autograd function ``q, k, v, bias, mask, call -> o``; call: (`Windowed`, numbers of the operator)."""
 
     @staticmethod
     def forward(ctx, q, k, v, bias, mask, call):
@@ -146,7 +145,7 @@ class _EagerWindows(torch.autograd.Function):
     def backward(ctx, do):
         if do is None:
             return (None,) * 6
-        # resolve_neg: a kernel would not see the sign of a gradient whose memory holds its negative
+        # resolve_neg: kernels read memory, which has the opposite sign under the negative bit
         do, needs, saved = do.resolve_neg(), WindowNeeds(*ctx.needs_input_grad[:4]), ctx.saved_tensors
         if not is_eager_backward(do):
             *tensors, o, stats = saved
@@ -165,7 +164,7 @@ _apply = apply_of(_EagerWindows)
 def eager_windows(
     run: Windowed, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, numbers: tuple
 ) -> Tensor:
-    """O where `is_eager` has said yes, by ``run``, which `windowed` gives."""
+    """Return O by ``run``, from `windowed`; requires `is_eager`."""
     if is_differentiated((q, k, v, bias)):
         if profiler._is_profiler_enabled:
             return recorded("tilewise::window_attention", (q, k, v, bias, mask), _apply, q, k, v, bias, mask,

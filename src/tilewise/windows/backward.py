@@ -1,9 +1,9 @@
-"""All gradients by one launch, without atomics: of its programs some have a block of queries, some a tile of keys.
+"""All gradients by one launch, without atomics; each program handles a block of queries or a tile of keys.
 
 P = exp(S - top) · once with the forward's statistics, dS = P ∘ (dP - delta), dP = dO Vᵀ. A program of a block has whole
-rows, delta = rowsum(P ∘ dP), and writes dQ = scale · dS K and dBias, the sum of dS over those that read the matrix. One
-of a tile of keys meets all queries that see it, at once where windows are whole tiles: dV = Pᵀ dO and dK = scale ·
-dSᵀ Q, delta = rowsum(O ∘ dO). So no two programs write the same number, and every number is written.
+rows, delta = rowsum(P ∘ dP), and writes dQ = scale · dS K and dBias, the sum of dS over the heads that share the
+matrix. A program of keys loops over all queries that see them: dV = Pᵀ dO and dK = scale · dSᵀ Q, delta = rowsum(O ∘
+dO). Every output element is written by exactly one program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tilewise.windows.forward import (
 
 @triton.jit
 def _finite(x):
-    """The tile with 0 in place of what is not finite: beside a hidden pair it would make 0 · NaN."""
+    """Return the tile with 0 for elements that are not finite, which would make 0 · NaN at hidden pairs."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
 
 
@@ -43,7 +43,7 @@ def _row_statistics(stats, b, h, rows, there, sizes):
 
 @triton.jit
 def _of_member(n, q, k, v, mask, stats, do, dq, added, mb, mh, rows, keys, row_there, inside, scale, sizes, c):
-    """dS of the n-th of those that read one matrix of the bias; and its dQ is written."""
+    """Return dS of the n-th head that shares the bias matrix, and write its dQ."""
     b, h = member(n, mb, mh, sizes)
     there = visible_keys(mask, b, keys, inside, sizes, c)
     q_tile = load_rows(q, b, h, rows, row_there, c.HEAD_DIM, c.BLOCK_D, c)
@@ -94,8 +94,8 @@ def _of_queries(pid, q, k, v, bias, mask, stats, do, dq, dbias, scale, sizes, c)
 
 @triton.jit
 def _blocks_that_see(key, sizes, c):
-    """The first block whose window has one of BLOCK_N keys from ``key`` on, and the one after the last."""
-    past = key + c.BEFORE - c.K_BLOCK  # where the last block begins whose window ends before
+    """Return [first, end) of the blocks whose windows have one of BLOCK_N keys from ``key`` on."""
+    past = key + c.BEFORE - c.K_BLOCK  # begin of the last block whose window ends before key
     first = tl.where(past < 0, 0, past // c.Q_BLOCK + 1)
     end = tl.minimum((key + c.BLOCK_N + c.BEFORE + c.Q_BLOCK - 1) // c.Q_BLOCK, sizes.blocks)
     if c.SHIFT:
@@ -137,7 +137,7 @@ def _of_keys(pid, q, k, v, bias, mask, o, stats, do, dk, dv, scale, sizes, c):
         p = tl.exp2((s - top[None, :]) * LOG2E) * once[None, :]
         if c.DV:
             finite = tl.abs(do_tile.to(tl.float32)) < float("inf")
-            if tl.max(finite.to(tl.int32) ^ 1) != 0:  # which reaches the keys that a query sees, and no others
+            if tl.max(finite.to(tl.int32) ^ 1) != 0:  # affects visible keys only
                 marked = tl.where(finite, 0.0, LARGE).to(c.MARK)
                 dv_acc = tl.dot(tl.where(s > -float("inf"), LARGE, 0.0).to(c.MARK), marked, dv_acc)
             dv_acc = product_apart(p.to(do_tile.dtype), _finite(do_tile), dv_acc, sizes, c)
@@ -155,7 +155,7 @@ def _of_keys(pid, q, k, v, bias, mask, o, stats, do, dk, dv, scale, sizes, c):
 
 @triton.jit
 def backward_kernel(q, k, v, bias, mask, o, stats, do, dq, dk, dv, dbias, scale, sizes, c):
-    """The programs of blocks come first: they may have more than one batch element."""
+    """Run the programs of blocks, which may loop over several batch elements, before those of keys."""
     pid = tl.program_id(0)
     if c.QUERIES and c.KEYS:
         if pid < sizes.query_programs:

@@ -1,4 +1,4 @@
-"""Which calls the kernels take, and their tiles."""
+"""Calls that the kernels of windows support, and tile sizes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from torch import Tensor
 from tilewise.backends import has_triton
 from tilewise.windows import Geometry
 
-# Of a block and its window, each a side of one tile. Of 64 rows Hopper's own products are laid out, by which 8 warps
-# compute them twice.
+# Largest block and window, the sides of one tile. With 64 rows Triton would use wgmma, whose layout makes 8 warps
+# compute products twice.
 MOST_QUERIES, MOST_KEYS = 32, 256
-MOST_BYTES = 32768  # of a window's keys, which lie in shared memory as a whole, and of its values
-PROGRAMS = 4096  # of a forward, before each has more than one of those that share a bias; eight a place of an H200
+MOST_BYTES = 32768  # of a window's keys, which are in shared memory as a whole, and of its values
+PROGRAMS = 4096  # of a forward; larger calls compute several heads that share a bias per program; 8 per slot of an H200
 
 
 class Tiles(NamedTuple):
-    """block_q, block_k: of a block and its window. block_n: of the keys of a backward's tile, which begins ``offset``
-    before a multiple, so that windows of "clip" begin and end where tiles do; block_m: of the queries that see it."""
+    """Tile sizes: block_q, block_k of a block and its window; block_n, block_m of a backward's keys, queries.
+
+    Key tiles of a backward begin ``offset`` before a multiple of block_n, so that "clip" windows begin and end at
+    tiles.
+    """
 
     block_q: int
     block_k: int
@@ -31,12 +34,12 @@ class Tiles(NamedTuple):
     block_m: int
     forward_warps: int
     backward_warps: int
-    forward_registers: int | None = None  # at most so many for a thread, so that more programs fit
+    forward_registers: int | None = None  # limit per thread, for higher occupancy
     backward_registers: int | None = None
 
 
 def power_of_two(n: int, least: int = 16) -> int:
-    """The next one, and what a product of tiles takes at least."""
+    """Return the next power of two, at least ``least``, the minimum of tl.dot."""
     return max(1 << max(n - 1, 0).bit_length(), least)
 
 
@@ -44,7 +47,7 @@ def tiles_of(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dty
     q_block, k_block, _ = geometry
     block_q, block_k = power_of_two(q_block), power_of_two(k_block)
     rows = -(-k_block // q_block) * q_block
-    # 32 of a tile's elements for a thread in the forward, and 16 in the backward, which has four such tiles.
+    # 32 elements of a tile per thread in the forward, 16 in the backward, which has four such tiles.
     small = block_q * block_k <= 4096 and max(head_dim, value_dim) <= 32 and dtype != torch.float32
     return Tiles(
         block_q, block_k, power_of_two(head_dim), power_of_two(value_dim), block_q, geometry.before % block_q,
@@ -53,9 +56,9 @@ def tiles_of(geometry: Geometry, head_dim: int, value_dim: int, dtype: torch.dty
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, geometry: Geometry) -> bool:
-    """Whether the kernels compute a call, which is checked but for dtypes: of CUDA tensors, or in Triton's interpreter.
+    """True if the kernels support a call, checked except for dtypes, on CUDA or in Triton's interpreter.
 
-    Others are those of `tilewise.attention` in larger windows and dimensions, and what is an error there.
+    `tilewise.attention` computes other calls, with larger windows or dimensions, or raises.
     """
     if geometry.q_block > MOST_QUERIES or geometry.k_block > MOST_KEYS:
         return False
@@ -67,12 +70,12 @@ def fits(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, geometry: Geometr
         return False
     if bias is not None and bias.dtype not in dtypes:
         return False
-    there = torch.compiler.is_compiling() or has_triton()  # a compiler cannot look through what is kept of that
+    there = torch.compiler.is_compiling() or has_triton()  # Dynamo cannot trace the cached has_triton
     return q.numel() > 0 and there and _runs_kernels(q.device)
 
 
 def rows_merge(bias: Tensor) -> bool:
-    """Whether rows of all blocks lie evenly, so that kernels count them through."""
+    """True if the rows of all blocks have one stride, so that kernels index them as one axis."""
     return bias.shape[2] == 1 or bias.shape[3] == 1 or bias.stride(2) == bias.shape[3] * bias.stride(3)
 
 

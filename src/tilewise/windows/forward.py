@@ -1,8 +1,8 @@
-"""O = softmax(scale · Q Kᵀ + bias) V of blocks of queries, each of which sees one window of keys.
+"""O = softmax(scale · Q Kᵀ + bias) V for blocks of queries, each with one window of keys.
 
-A window is one tile: no online softmax, and no copy of a key. Scores stay in natural units, and their maximum is
-subtracted before they are scaled for the exponential: a row whose keys all have a bias of -1e9, or the lowest finite
-number, is the mean of what it sees.
+A window is one tile: no online softmax, and no copy of keys. Scores are not in base 2, and their maximum is subtracted
+before they are scaled for exp2: a row whose keys all have a bias of -1e9, or the lowest finite number, is the mean of
+its visible values.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ LARGE = tl.constexpr(1e38)
 
 
 class WindowSizes(NamedTuple):
-    """What differs between calls that run the same kernel."""
+    """Sizes that differ between calls of one compiled kernel."""
 
     batch: int
     heads: int
     length: int  # queries, and keys
     blocks: int
-    last: int  # the last place at which a shifted window may begin
+    last: int  # last begin of a shifted window
     bias_batch: int  # matrices of the bias; without one, of scores
     bias_heads: int
-    share: int  # batch elements and heads that one program computes, of those that read one matrix
-    shares: int  # programs that do
+    share: int  # (batch element, head) pairs per program that read one matrix
+    shares: int  # programs per bias matrix and block
     mask_batch: int  # strides of the mask
     mask_key: int
     query_programs: int = 0  # of a backward
@@ -37,7 +37,7 @@ class WindowSizes(NamedTuple):
 
 
 class WindowConstants(NamedTuple):
-    """What a kernel knows when it is compiled; every field is a tl.constexpr."""
+    """Compile-time constants of a kernel; every field is a tl.constexpr."""
 
     Q_BLOCK: Any
     K_BLOCK: Any
@@ -52,20 +52,20 @@ class WindowConstants(NamedTuple):
     BIAS: Any
     MASK: Any
     PRECISION: Any
-    MARK: Any  # dtype that marks values that are not finite
-    WIDE: Any  # an offset inside a matrix needs 64 bits
+    MARK: Any  # dtype of the marks of values that are not finite
+    WIDE: Any  # offsets inside a matrix need 64 bits
     ALONE: Any = False  # a program computes one batch element and head
-    STATS: Any = False  # the forward keeps what a backward reads
+    STATS: Any = False  # the forward saves the row statistics
     # of a backward
-    QUERIES: Any = False  # some program writes dQ or dBias
-    KEYS: Any = False  # or dK or dV
+    QUERIES: Any = False  # dQ or dBias is written
+    KEYS: Any = False  # dK or dV is written
     DQ: Any = False
     DK: Any = False
     DV: Any = False
     DBIAS: Any = False
     BLOCK_N: Any = 0  # keys of a tile
-    OFFSET: Any = 0  # before the first key the first tile begins, so that windows begin and end where tiles do
-    BLOCK_M: Any = 0  # queries that see it, at once
+    OFFSET: Any = 0  # keys by which the first tile begins before the first key, see `Tiles`
+    BLOCK_M: Any = 0  # queries per iteration
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _wide(index, c):
 
 @triton.jit
 def load_rows(x, b, h, rows, there, DIM: tl.constexpr, BLOCK: tl.constexpr, c):
-    """The tile [rows, BLOCK] of a `Strided`; 0 where ``there`` [rows] is not, and past DIM."""
+    """Load the tile [rows, BLOCK] of a `Strided`; 0 where ``there`` [rows] is False, and past DIM."""
     d = tl.arange(0, BLOCK)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + _wide(rows, c)[:, None] * x.stride2 + _wide(d, c)[None, :] * x.stride3
@@ -102,7 +102,7 @@ def window_begin(block, sizes, c):
 
 @triton.jit
 def visible_keys(mask, b, keys, there, sizes, c):
-    """Those of ``there`` that the mask leaves."""
+    """Return ``there`` restricted to the visible keys of the mask."""
     if c.MASK:
         at = mask + tl.cast(b, tl.int64) * sizes.mask_batch + keys.to(tl.int64) * sizes.mask_key
         there = there & (tl.load(at, mask=there, other=0) != 0)
@@ -111,7 +111,7 @@ def visible_keys(mask, b, keys, there, sizes, c):
 
 @triton.jit
 def program_of(pid, sizes):
-    """``(matrix's batch element, its head, block, first, end)``: which of those that read the matrix of a bias."""
+    """Return batch element and head of the bias matrix, block, and the range [first, end) of its heads to compute."""
     mh = pid % sizes.bias_heads
     rest = pid // sizes.bias_heads
     block = rest % sizes.blocks
@@ -124,28 +124,28 @@ def program_of(pid, sizes):
 
 @triton.jit
 def member(n, mb, mh, sizes):
-    """``(batch element, head)`` of the n-th that reads a matrix."""
+    """Return ``(batch element, head)`` of the n-th reader of a bias matrix."""
     heads = sizes.heads // sizes.bias_heads
     return mb + n // heads, mh + n % heads
 
 
 @triton.jit
 def bias_place(bias, mb, mh, rows, places, c):
-    """Addresses of rows of all blocks, one after the other, at places of their windows; one of the two is a column."""
+    """Return addresses of rows, counted over all blocks, at places of their windows; broadcasts."""
     at = bias.pointer + tl.cast(mb, tl.int64) * bias.stride0 + tl.cast(mh, tl.int64) * bias.stride1
     return at + (_wide(rows, c) * bias.stride2 + _wide(places, c) * bias.stride3)
 
 
 @triton.jit
 def load_bias(bias, mb, mh, block, i, j, c):
-    """The tile of a block and its window, of queries and keys too that there are not."""
+    """Load the bias tile of a block and its window, including padding queries and keys."""
     at = bias_place(bias, mb, mh, (block * c.Q_BLOCK + i)[:, None], j[None, :], c)
     return tl.load(at, mask=(i < c.Q_BLOCK)[:, None] & (j < c.K_BLOCK)[None, :], other=0.0)
 
 
 @triton.jit
 def scores(products, added, seen, scale, c):
-    """-inf where ``seen`` or the bias hides, whatever the product is."""
+    """Return scaled products plus bias; -inf where ``seen`` is False or the bias is -inf, even for NaN products."""
     s = products * scale
     if c.BIAS:
         added = added.to(tl.float32)
@@ -156,15 +156,18 @@ def scores(products, added, seen, scale, c):
 
 @triton.jit
 def stats_place(stats, b, h, rows, sizes):
-    """Addresses of the maximum of rows, and of one over their sum."""
+    """Return the addresses of the rows' maximum and of 1 / sum."""
     at = stats + (tl.cast(b, tl.int64) * sizes.heads + h) * sizes.length + rows
     return at, at + tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.length
 
 
 @triton.jit
 def product_apart(a, b, acc, sizes, c):
-    """acc + A B of a tile A that comes of another product, in a region of its own: Triton 3.6 lays out all products of
-    a region that lead to each other by the last one's shape, and four warps would compute 32 rows twice."""
+    """Return acc + A B in a region of its own, for a tile A computed by another product.
+
+    Triton 3.6: connected products in one region all get the layout of the last one's shape; four warps would compute 32
+    rows twice.
+    """
     if sizes.heads > 0:
         acc = product(a, b, acc, c.PRECISION, False)
     return acc
@@ -172,7 +175,7 @@ def product_apart(a, b, acc, sizes, c):
 
 @triton.jit
 def _of_member(n, q, k, v, mask, o, stats, added, mb, mh, block, scale, sizes, c):
-    """The n-th of those that read one matrix of the bias."""
+    """Compute the n-th head that shares the bias matrix."""
     i, j = tl.arange(0, c.BLOCK_Q), tl.arange(0, c.BLOCK_K)
     rows, keys = block * c.Q_BLOCK + i, window_begin(block, sizes, c) + j
     row_there = (i < c.Q_BLOCK) & (rows < sizes.length)
@@ -191,7 +194,7 @@ def _of_member(n, q, k, v, mask, o, stats, added, mb, mh, block, scale, sizes, c
     p = p.to(v_tile.dtype)
     acc = product_apart(p, v_tile, tl.zeros([c.BLOCK_Q, c.BLOCK_DV], tl.float32), sizes, c)
     if c.BIAS:
-        # 0 · NaN: a value that the bias alone hides and that is not finite. Then, and only then, once more.
+        # NaN fix-up: a value hidden by the bias that is not finite makes 0 · NaN. Recompute only then.
         spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)
         if spoilt != 0:
             finite = tl.abs(v_tile.to(tl.float32)) < float("inf")
@@ -211,7 +214,7 @@ def _of_member(n, q, k, v, mask, o, stats, added, mb, mh, block, scale, sizes, c
 
 @triton.jit
 def forward_kernel(q, k, v, bias, mask, o, stats, scale, sizes, c):
-    """One program a block, for all batch elements and heads, or a share of them, that read one matrix of the bias."""
+    """Each program computes a block for all, or a share of, the batch elements and heads of one bias matrix."""
     mb, mh, block, first, end = program_of(tl.program_id(0), sizes)
     added = 0.0
     if c.BIAS:

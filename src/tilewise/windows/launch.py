@@ -1,4 +1,4 @@
-"""From tensors to kernel launches, prepared once for all tensors of one layout."""
+"""Preparation of kernel launches, once for all tensors of one layout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tilewise.windows.backward import backward_kernel
 from tilewise.windows.config import PROGRAMS, rows_merge, tiles_of
 from tilewise.windows.forward import WindowConstants, WindowSizes, forward_kernel
 
-MARK = tl.float32 if INTERPRET else tl.bfloat16  # the interpreter computes bfloat16 products wrongly
+MARK = tl.float32 if INTERPRET else tl.bfloat16  # Triton's interpreter computes wrong bfloat16 products
 Maybe = Tensor | None
-Gradients = tuple[Maybe, Maybe, Maybe, Maybe]  # as `WindowNeeds` names them
+Gradients = tuple[Maybe, Maybe, Maybe, Maybe]  # in the order of `WindowNeeds`
 
 
 def _of_rows(bias: Tensor | None, strides: tuple[int, ...]) -> Strided:
-    """A bias (B|1, H|1, blocks, q_block, k_block), or what lies in its shape with other strides, without its blocks."""
+    """Return a bias (B|1, H|1, blocks, q_block, k_block) with these strides as a `Strided` with merged rows."""
     if bias is None:
         return strided(None)
     B, H, _, q_block, k_block = bias.shape
@@ -38,7 +38,7 @@ def _layout(shape: Sequence[int], strides: Sequence[int]) -> Strided:
 
 
 def _is_wide(x: Tensor | None) -> bool:
-    """Whether offsets of the rows of one head, and of what a tile reads past them, need 64 bits."""
+    """True if offsets of the rows of one head, or of what a tile reads past them, need 64 bits."""
     if x is None:
         return False
     (*_, row, place), count = x.stride(), x.shape[2]
@@ -61,7 +61,7 @@ def _options(warps: int, registers: int | None) -> dict[str, int]:
 
 
 class Windowed:
-    """Forwards and backwards of calls whose tensors lie as these do.
+    """Prepared forwards and backwards for tensors of one layout.
 
     Args: q, k (B, H, N, D), v (B, H, N, Dv), bias (B|1, H|1, blocks, q_block, k_block) whose rows merge, mask (B|1, N).
     """
@@ -114,7 +114,7 @@ class Windowed:
         return Launch(forward_kernel, self._matrices * shares, layouts, (self._scale, sizes, c), **options)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, keep: bool) -> tuple[Tensor, Maybe]:
-        """O (B, H, N, Dv), and the rows' statistics where a backward is to follow."""
+        """Return O (B, H, N, Dv), and the row statistics if ``keep`` is set for a backward."""
         o, stats = self._new_o(), self._new_stats() if keep else None
         with device_of(q):
             self._forwards[keep](q, k, v, bias, mask, o, stats)
