@@ -58,10 +58,7 @@ def pytree_node(cls: _Term) -> _Term:
 
 
 class Term:
-    """A bias computed from something smaller than a matrix.
-
-    kind: its component, see `tilewise.bias.canonical`.
-    """
+    """Bias computed from something smaller than a matrix; kind: its component in `tilewise.bias.canonical`."""
 
     kind: ClassVar[str]
 

@@ -334,7 +334,7 @@ class TileMask:
     ) -> TileMask:  # fmt: skip
         """Make a mask with every ``dilation``-th key around i + N - M, ``window`` of them on each side.
 
-        Source: Longformer, arXiv 2004.05150, figure 2c. block: of queries and of keys, a multiple of 64.
+        block: of queries and of keys, a multiple of 64. Source: Longformer, arXiv 2004.05150, figure 2c.
         """
         reach = _positive("window", window) * _positive("dilation", dilation)
         return _by_distance(
@@ -347,7 +347,7 @@ class TileMask:
     ) -> TileMask:
         """Make a mask with the keys less than ``stride`` from i + N - M, and every ``stride``-th key.
 
-        Source: Sparse Transformer, arXiv 1904.10509, figure 3b, with ``causal=True``. block: as for `dilated`.
+        block: as for `dilated`. Source: Sparse Transformer, arXiv 1904.10509, figure 3b, with ``causal=True``.
         """
         _positive("stride", stride)
         return _by_distance(

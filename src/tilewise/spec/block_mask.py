@@ -29,8 +29,8 @@ class TileTensors(NamedTuple):
     tiles: (B|1, H|Hkv|1, query tiles, key tiles).
     bits: (places, block_m, block_n / 32); bit c % 32 of word c // 32 is key c of the tile. With intervals there are 0
     places, and only the shape is read: it is the tile size.
-    begins, ends: (B|1, H|Hkv|1, 1, N), both or neither, with as many batch elements and heads as tiles.
-    offsets: (B|1, N + 1), for packed documents only: the first token of each, padded with N.
+    begins, ends: (B|1, H|Hkv|1, 1, N), both or neither; offsets: (B|1, N + 1), for packed documents only, the first
+    token of each, padded with N.
     """
 
     tiles: Tensor | None = None

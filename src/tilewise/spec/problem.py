@@ -195,10 +195,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Operands:
-    """Checks of the tensors of a call other than q, k and v.
-
-    They raise the errors of the operators; errors of bias terms are raised in `tilewise.bias`.
-    """
+    """Checks of the tensors of a call other than q, k and v; `tilewise.bias` checks bias terms."""
 
     sizes: Sizes
     device: torch.device

@@ -295,10 +295,7 @@ def add_gradient(accumulator: Tensor, gradient: Tensor, relative: Relative, rows
 
 
 def _flattened(gradient: Tensor) -> Tensor:
-    """Return a gradient of ``FOLD`` rows with equal sums along diagonals, seven times as fast as skewing the tile.
-
-    Blocks of rows are added to the first one, each moved left by its row offset.
-    """
+    """Return a gradient of ``FOLD`` rows with equal sums along diagonals: blocks of rows are shifted left and added."""
     width, blocks = gradient.shape[-1], gradient.split(FOLD, -2)
     found = gradient.new_zeros(*gradient.shape[:-2], FOLD, width + FOLD * (len(blocks) - 1))
     for n, block in enumerate(reversed(blocks)):

@@ -41,10 +41,7 @@ START = Origin()
 
 @dataclass(frozen=True)
 class Band:
-    """Visible pairs around a diagonal: query ``i`` sees key ``j`` if ``lo <= j - i <= hi``; None is no limit.
-
-    Causal attention and local windows are both bands, so that backends have one case only.
-    """
+    """Causal or local window: query ``i`` sees key ``j`` if ``lo <= j - i <= hi``; None is no limit."""
 
     lo: int | None = None
     hi: int | None = None
@@ -119,13 +116,11 @@ class Far:
 class Score:
     """All numbers of the score pipeline.
 
-    scale: factor of q·k.
-    softcap: bound of the scores, or None.
+    scale, softcap: factor of q·k, and bound of the scaled scores or None.
     query, key: distances with an entry, for relative position values per query and per key. A Toeplitz bias has all M +
     N - 1, see `bias_components.Parts.relatives`.
     dropout: how many of `dropout.NUMBERS` drop a probability; 0 is no dropout.
-    packed: description of a packed batch; the band is then relative to the diagonal of each sequence, see
-    `Band.shifted`.
+    packed: of a packed batch, whose band is relative to the diagonal of each sequence, see `Band.shifted`.
     origin: first query, key and head in dropout's coordinates.
     toeplitz: distances at which the Toeplitz bias need not be read; None if unknown. A backward may add their gradients
     to any far entry that leads to an equal gradient of the number or line.

@@ -105,7 +105,7 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
 def attention_of_selected(call: Call, kept: Kept, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
     """Return ``(o, lse)`` of a call with a dynamic mask if its keys are gathered, else None.
 
-    DTensors and ONNX export do not support a TileMask, nor forward AD attention: the operator raises for them.
+    None also for DTensors, ONNX export and forward AD, for which the operator raises its own errors.
     """
     if is_dtensor(call.inputs.q) or exports_onnx() or in_forward_mode():
         return None

@@ -51,10 +51,7 @@ class Windows(NamedTuple):
 
     @property
     def centred(self) -> tuple[int, int]:
-        """Return [first, end) of the blocks whose windows are not moved.
-
-        With "shift" all windows before begin at 0, and all after at ``last``.
-        """
+        """Return [first, end) of the unmoved windows; with "shift" earlier ones begin at 0, later ones at ``last``."""
         if self.edges == "clip":
             return 0, self.blocks
         first = -(-self.before // self.q_block)
@@ -67,10 +64,7 @@ class Windows(NamedTuple):
         return self._replace(q_block=self.q_block + more, k_block=self.k_block + more)
 
     def visible(self, mask: Tensor | None, device: torch.device) -> Tensor | None:
-        """Return bool (B|1, blocks, k_block) of ``mask`` (B, length) or None; None if nothing is hidden.
-
-        With "clip" windows overlap in memory.
-        """
+        """Return bool (B|1, blocks, k_block) of ``mask`` (B, length) or None; None if nothing is hidden."""
         if self.edges == "shift":
             if mask is None:
                 if self.length >= self.k_block:

@@ -21,8 +21,7 @@ PROGRAMS = 4096  # of a forward; larger calls compute several heads that share a
 class Tiles(NamedTuple):
     """Tile sizes: block_q, block_k of a block and its window; block_n, block_m of a backward's keys, queries.
 
-    Key tiles of a backward begin ``offset`` before a multiple of block_n, so that "clip" windows begin and end at
-    tiles.
+    A backward's key tiles begin ``offset`` before a multiple of block_n, to align "clip" windows with tiles.
     """
 
     block_q: int
