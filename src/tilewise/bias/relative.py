@@ -108,7 +108,7 @@ class RelativeBias(Term):
         check_device(self, device)
 
     def relative(self, M: int, N: int, *, on: Literal["query", "key", "none"] | None = None) -> Relative:
-        """Return the form for backends, with ascending buckets; a single row belongs to all, unless ``on`` says else."""
+        """Return the form for backends, with ascending buckets; ``on`` defaults to "none" for a single row."""
         buckets, reverse = self.buckets, self.reverse
         count = self.values.shape[3] if buckets is None else buckets.shape[0]
         if buckets is not None:
