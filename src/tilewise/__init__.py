@@ -1,20 +1,20 @@
-"""tilewise: exact attention for PyTorch, tile by tile, in which additive bias and masks are first class.
+"""tilewise: exact attention for PyTorch, tile by tile, with additive biases and masks and their gradients.
 
 attention                      softmax(scale · q kᵀ + bias) v with masks, and gradients of q, k, v and bias
-scaled_dot_product_attention   the same by PyTorch's signature
-varlen_attention               the same of a packed batch: sequences of any lengths, end to end
-varlen_attn                    that by PyTorch's signature
-merge_attention                attention of parts of the keys, put together by their LSEs, with gradients
-TileMask, dynamic_mask         which tiles of the scores are visible: what is hidden is not computed
-explain, explain_varlen        what a call of attention would do, and what limits it
-matmul, softmax                attention's parts, as operators of their own
+scaled_dot_product_attention   attention with the signature of PyTorch's function
+varlen_attention               attention of a packed batch: sequences of any lengths, concatenated
+varlen_attn                    varlen_attention with the signature of PyTorch's function
+merge_attention                attention over parts of the keys, merged by their LSEs, with gradients
+TileMask, dynamic_mask         masks by tiles of the scores; empty tiles are not computed
+explain, explain_varlen        backend, tiles, FLOPs and bytes of a call, and what limits it
+matmul, softmax                the parts of attention as operators
 
-`tilewise.bias` has biases that need no matrix: by distance, T5's, ALiBi's, of low rank.
-`tilewise.distributed` has attention of a sequence that is split over several GPUs.
-`tilewise.layouts` has shared-memory layouts of tensor-core operands, `tilewise.integrations.transformers` the
-integration with Hugging Face, `tilewise.integrations.flash_attn` functions for code that was written for flash-attn.
+`tilewise.bias` has biases without a matrix: relative positions, T5, ALiBi, low rank. `tilewise.distributed` has
+attention of a sequence that is split over several GPUs. `tilewise.layouts` has shared-memory layouts of tensor-core
+operands, `tilewise.integrations.transformers` the integration with Hugging Face, `tilewise.integrations.flash_attn`
+functions with the signatures of flash-attn.
 
-Public names are resolved on first use: importing tilewise touches neither CUDA nor Triton.
+Public names are resolved on first use: importing tilewise neither imports Triton nor initializes CUDA.
 """
 
 from __future__ import annotations

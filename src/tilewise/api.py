@@ -1,4 +1,4 @@
-"""The public call. It names and checks its arguments; everything else happens further down."""
+"""The public function `attention`: it reads and checks its arguments, and calls the operator."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def attention(
 
 @named_only
 def attention(
-    q: Tensor = None,  # type: ignore[assignment]  # required, by the checks of it: so that query= gets its hint
+    q: Tensor = None,  # type: ignore[assignment]  # checked below, so that query= gets a hint
     k: Tensor = None,  # type: ignore[assignment]
     v: Tensor = None,  # type: ignore[assignment]
     *others: Any,
@@ -69,79 +69,91 @@ def attention(
     backend: str | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention, ``softmax(softcap(scale * q @ k.mT) + bias) @ v``, without ever storing the score matrix.
+    """Return exact attention, ``softmax(softcap(scale * q @ k.mT) + bias) @ v``, without storing the score matrix.
 
     Args:
-        q: queries (B, H, M, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256. Any strides: data laid
-            out as (B, M, H, D) passes by ``transpose(1, 2)`` without a copy, and the output has the same layout.
-        k: keys (B, Hkv, N, D) in q's dtype, where Hkv divides H (GQA, MQA): query head h uses head h // (H / Hkv).
+        q: queries (B, H, M, D) in float16, bfloat16, float32 or, on the CPU, float64; D is 1 to 256. Any strides: data
+            stored as (B, M, H, D) is passed as ``transpose(1, 2)`` without a copy, and o gets the same memory layout.
+        k: keys (B, Hkv, N, D) in q's dtype. Hkv divides H (GQA, MQA): query head h uses key head h // (H / Hkv).
         v: values (B, Hkv, N, Dv) in q's dtype. Dv is 1 to 256 and may differ from D.
-        bias: added to the scaled scores; float16, bfloat16, float32 or float64 (CPU), whatever q's dtype is, of at most
-            4 dimensions, broadcastable {B|1} × {H|Hkv|1} × {M|1} × {N|1}. Its gradient has its shape and dtype and is
-            summed in float32 (float64 for float64 inputs). A bias of -inf hides the key from the query like a mask.
-            A `torch.nn.attention.bias.CausalBias` is read as the band that it stands for. Or a term of `tilewise.bias`
-            (by distance, T5's, ALiBi's, of low rank), or a tuple of tensors and terms, which are added up; each tensor
-            of a term gets its gradient. Tables in half precision are indexed, and their gradients summed, in float32.
-        mask: bool, the same broadcasting; True = attend. Padding (B, N) is passed as ``mask[:, None, None, :]``. Or a
-            `tilewise.TileMask`, or FlexAttention's BlockMask, whose TileMask is made once and kept: hidden tiles are
-            not computed, in both passes.
-        sink: one more logit in each row's softmax, with no value: it takes its share of the row and adds nothing to o.
-            A logit for each head, (H,), or for each query, broadcastable {B|1} × {H|1} × {M|1}; float16, bfloat16,
-            float32 or float64 (CPU), whatever q's dtype is; natural units, which neither scale nor softcap touches.
-            -inf is no sink. Its gradient has its shape and dtype and is summed in float32.
-        causal: query i sees the keys up to i + N - M, so that the last query sees the last key (bottom-right).
-        window: ``(left, right)``: query i sees the keys from i + N - M - left to i + N - M + right; None: no limit.
-        scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
+        bias: added to the scaled scores, after the softcap. A tensor of at most 4 dimensions that broadcasts as {B|1} ×
+            {H|Hkv|1} × {M|1} × {N|1}, in float16, bfloat16, float32 or, on the CPU, float64, independently of q's
+            dtype; or a term of `tilewise.bias` (relative positions, T5, ALiBi, low rank); or a tuple of tensors and
+            terms, which are added. Each tensor gets a gradient of its own shape and dtype, summed in float32 (float64
+            for float64 inputs). An entry of -inf hides the key from the query, like a mask. Tables in half precision
+            are indexed in float32. A `torch.nn.attention.bias.CausalBias` becomes a causal limit; no matrix is formed.
+        mask: bool, True = attend; broadcasts as the bias does. Pass padding (B, N) as ``mask[:, None, None, :]``. Or a
+            `tilewise.TileMask` or a BlockMask of FlexAttention: forward and backward skip its empty tiles. The TileMask
+            of a BlockMask is made once and cached.
+        sink: one more logit per row of the softmax, without a value: it takes its share of the probability and adds
+            nothing to o. One per head, (H,), or per query, broadcastable as {B|1} × {H|1} × {M|1}; float16, bfloat16,
+            float32 or, on the CPU, float64, independently of q's dtype. scale and softcap do not apply to it; -inf
+            means no sink. Its gradient has its shape and dtype and is summed in float32.
+        causal: query i sees the keys up to i + N - M, so the last query sees the last key (aligned bottom-right).
+        window: ``(left, right)``: query i sees the keys i + N - M - left to i + N - M + right; None means no limit.
+        scale: multiplies ``q @ k.mT``; positive. Default: ``1 / sqrt(D)``.
         softcap: if given, scores become ``softcap * tanh(score / softcap)`` before the bias is added.
-        dropout_p: the share of the probabilities that are dropped, 0 to 1, to the nearest multiple of 1/32768; the
-            others are divided by the share that is kept. The lse knows nothing of it. Pass 0 where nothing is trained.
-        dropout_seed: ``(seed, offset)``, ints of 64 bits, or an int64 tensor (2,) on q's device. What is dropped is a
-            function of these two numbers and of a score's place: its sequence, query head, query and key, each counted
-            from 0. Equal seeds drop the same on every backend and device, in a forward and in its backward. Default:
-            two numbers from torch's generator on q's device, for which nobody waits, so that ``torch.manual_seed``
-            repeats them and a checkpointed call recomputes with them; under `torch.vmap` as its ``randomness`` says.
-        return_lse: also return the logarithm of each row's softmax denominator.
-        deterministic: True: equal inputs give bitwise equal gradients. Default: what
-            ``torch.use_deterministic_algorithms`` says.
-        backend: "hopper", "triton", "cpu" or "reference"; one that cannot run the call is an error. Default, and
-            "auto": chosen by the plan, see `tilewise.explain`.
-
-    float32 on a GPU follows torch's setting for matrix products. Where that is TF32
-    (``torch.backends.cuda.matmul.allow_tf32``), operands are rounded to ten bits of their mantissa and errors are about
-    1e-3; by default they are float32's own, about 1e-6. `tilewise.scaled_dot_product_attention` always has the latter.
-
-    Under `torch.autocast` q, k and v are cast to its dtype, but for float64, as for PyTorch's own attention; bias keeps
-    its dtype. Their gradients come back in the dtypes that they had.
-
-    q, k and v may have more leading dimensions than the batch, (..., H, M, D), the same ones each; o and lse have them
-    too. bias and mask then broadcast along any of them, and a sink of queries is (..., H, M). Nothing is copied or
-    expanded for it: where each tensor is full along all leading dimensions or along none, and lies so in memory that a
-    view makes them one, that is the batch of one call, with sequences counted in row-major order. Else the call is
-    computed in parts, one for each index of as few of them as need be, and o and lse are stacked: of q (B, N, H, M, D)
-    with a bias (B, 1, H, M, N) B calls, and one where B is 1. Each part draws a dropout seed of its own; one that is
-    given is an error there. Bias terms and masks by tiles are shared along all leading dimensions.
-
-    A subclass of Tensor with a ``__torch_function__`` of its own is refused: its memory need not be what it stands for.
-    But q, k and v may all be jagged nested tensors (``layout=torch.jagged``), q (B, H, j, D), k (B, Hkv, l, D) and
-    v (B, Hkv, l, Dv), as (B, j, H, D) gives them by ``transpose(1, 2)``. Nothing is padded or copied, o has q's j, and
-    lse is jagged (B, H, j). Everything else is then as for `tilewise.varlen_attention`. On a GPU the host waits, once
-    for each tensor, where it does not know its ``max_seqlen``, and where k and v were not made of one offsets.
+        dropout_p: probability of dropping an entry of the softmax, 0 to 1, rounded to a multiple of 1/32768. The other
+            entries are divided by 1 - dropout_p. The lse does not include dropout. Pass 0 in evaluation.
+        dropout_seed: ``(seed, offset)``, ints of 64 bits, or an int64 tensor (2,) on q's device. The dropout mask is a
+            pure function of the seed and of (batch, head, query, key), each counted from 0. The same seed gives the
+            same mask on every backend and device, in forward and backward. By default the seed is drawn on the device
+            from torch's generator, without host synchronization, so ``torch.manual_seed`` and activation checkpointing
+            reproduce it. Under `torch.vmap` it follows ``randomness``.
+        return_lse: if True, also return the log-sum-exp of each row, the logarithm of its softmax denominator.
+        deterministic: if True, equal inputs give bitwise equal gradients. Default:
+            ``torch.are_deterministic_algorithms_enabled()``.
+        backend: "hopper", "triton", "cpu" or "reference"; raises an error if it cannot run the call. Default, and
+            "auto": the first that supports the call and is not slow for it. `tilewise.explain` tells which.
 
     Returns:
-        o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), float32 (float64 for float64 inputs),
-        natural logarithm, differentiable, the sink included. A query that sees no key gives o = 0, lse = -inf and zero
-        gradients; with a sink o = 0 and lse = sink, whose gradient is lse's. NaN or infinity in a key or value that a
-        query does not see stays out of its output. NaN or infinity in a query, or in the gradient of its output, does
-        reach the gradients of all keys of its head; on a GPU, or beside a sink, even if it sees none. An infinite key
-        is not hidden by its infinity: mask it, see docs/maths.md.
+        o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), natural logarithm, sink included, float32
+        (float64 for float64 inputs). Both are differentiable.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: dropout of DTensors, or in a graph for ONNX; jagged tensors with holes; more than 4
-            dimensions of DTensors, or with a dropout_seed where the call is computed in parts.
+        ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
+        NotImplementedError: dropout with DTensors or in an ONNX graph; jagged tensors with holes; DTensors with more
+            than 4 dimensions; dropout_seed for leading dimensions that need several calls.
 
-    Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; the sink: StreamingLLM (arXiv 2309.17453) and
-    gpt-oss (arXiv 2508.10925), ``s_aux`` there; dropout: Philox (Salmon et al., SC 2011), see tilewise.spec.dropout;
+    Examples:
+        >>> q, k, v = (torch.randn(2, 8, 100, 64, requires_grad=True) for _ in range(3))
+        >>> bias = torch.randn(8, 100, 100, requires_grad=True)
+        >>> o, lse = tilewise.attention(q, k, v, bias=bias, causal=True, return_lse=True)
+        >>> o.sum().backward()
+        >>> o.shape, lse.shape, bias.grad.shape
+        (torch.Size([2, 8, 100, 64]), torch.Size([2, 8, 100]), torch.Size([8, 100, 100]))
+
+    Fully masked rows: a query that sees no key gives o = 0, lse = -inf and zero gradients. With a sink it gives o = 0
+    and lse = sink, and the gradient of lse goes to the sink.
+
+    NaN and infinity in a key or value do not reach the output of a query that does not see it. In a query, or in the
+    gradient of its output, they do reach the gradients of all keys of its head; on a GPU, or with a sink, even if the
+    query sees no key. An infinite key is not masked by its infinite score: mask it, see docs/maths.md.
+
+    float32 on a GPU follows torch's setting for matrix products. With ``torch.backends.cuda.matmul.allow_tf32``,
+    operands are rounded to 10 bits of mantissa and errors are about 1e-3. By default products have float32 precision
+    and errors are about 1e-6. `tilewise.scaled_dot_product_attention` always has the latter.
+
+    Autocast: `torch.autocast` casts q, k and v to its dtype (float64 stays), as for PyTorch's own attention. The bias
+    keeps its dtype. Gradients have the dtypes of the tensors passed.
+
+    Leading dimensions: q, k and v may be (..., H, M, D) with equal leading dimensions, and o and lse then have them
+    too. bias and mask broadcast along each of them, and a sink per query is (..., H, M). No tensor is copied or
+    expanded. If each tensor is either full or broadcast along all leading dimensions, and views can merge them, they
+    become the batch of one call, with batch elements counted in row-major order. Otherwise tilewise makes one call per
+    index of as few leading dimensions as possible and stacks the results: q (B, N, H, M, D) with a bias (B, 1, H, M, N)
+    takes B calls. Each call draws its own dropout seed, so dropout_seed is an error there. Bias terms and tile masks
+    are shared by all leading dimensions.
+
+    Nested tensors: q (B, H, j, D), k (B, Hkv, l, D) and v (B, Hkv, l, Dv) may all be jagged (``layout=torch.jagged``),
+    for example the ``transpose(1, 2)`` of (B, j, H, D). Nothing is padded or copied; o has q's j, and lse is jagged (B,
+    H, j). The other arguments are those of `tilewise.varlen_attention`. On a GPU the host synchronizes once for each
+    tensor that does not know its ``max_seqlen``, and to compare the lengths if k and v do not share their offsets.
+    Other subclasses of Tensor with a ``__torch_function__`` are rejected, because their memory may not hold their
+    values.
+
+    Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; sinks: StreamingLLM (arXiv 2309.17453) and gpt-oss
+    (arXiv 2508.10925), called ``s_aux`` there; dropout: Philox (Salmon et al., SC 2011), see tilewise.spec.dropout.
     docs/maths.md derives every formula.
     """
     if unknown:
@@ -162,10 +174,10 @@ def attention(
         if autocast_somewhere():
             q, k, v = cast(q, k, v)
         try:
-            # One with a bias term is no call's inputs yet.
+            # A bias term is not a tensor of `Inputs` yet.
             found = cached_call(Inputs(q, k, v, bias, mask, sink), arguments, return_lse)  # type: ignore[arg-type]
         except RuntimeError:
-            check_inputs(q, k, v, bias, mask, sink)  # a nested tensor has no shape to look a call up by
+            check_inputs(q, k, v, bias, mask, sink)  # a nested tensor has no shape to look up
             raise
         if found is not None:
             return found if return_lse else found[0]  # type: ignore[return-value]
@@ -200,7 +212,10 @@ def attention(
 
 
 def _of_sequences(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Of DTensors whose sequence is split; None for others. Only who has DTensors has torch.distributed."""
+    """Return ``(o, lse)`` of DTensors split along the sequence; None for others.
+
+    Import torch.distributed only here: with DTensors it is loaded already.
+    """
     from tilewise.distributed.dtensor import attention_of_sequences
     from tilewise.distributed.operands import CallOptions
 

@@ -1,4 +1,4 @@
-"""The door for code that calls torch.nn.functional.scaled_dot_product_attention: the same signature and semantics."""
+"""Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with its signature and semantics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tilewise.spec.checks import DTYPES, MAX_HEAD_DIM, check_flag, missing_axes
 from tilewise.spec.score import Band, Score, check_numbers
 from tilewise.spec.tensors import PLAIN, causal_limit, check_tensor, is_causal_bias, is_dtensor
 
-_CAST = (torch.float16, torch.bfloat16, torch.float32)  # by autocast, to one of them
+_CAST = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that autocast casts
 
 
 @named_only
@@ -39,56 +39,65 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     **unknown: Any,
 ) -> Tensor:
-    """``softmax(scale * query @ key.mT + attn_mask) @ value`` as `torch.nn.functional.scaled_dot_product_attention`.
+    """Return ``softmax(scale * query @ key.mT + attn_mask) @ value``, with PyTorch's signature.
 
-    The signature, the shapes and the meaning of every argument are PyTorch's. The score matrix is never stored and a
-    float ``attn_mask`` that requires grad gets its gradient, summed in float32.
+    Signature, shapes and the meaning of every argument are those of `torch.nn.functional.scaled_dot_product_attention`.
+    The score matrix is not stored. A float ``attn_mask`` that requires grad gets its gradient, summed in float32.
 
     Args:
-        query: (..., H, L, E), any number of leading dimensions, also none; float16, bfloat16, float32, or float64
-            (CPU). E is 1 to 256. float32 keeps its precision on a GPU too, whatever ``allow_tf32`` says, as PyTorch's
-            function does.
-        key: (..., H, S, E), query's dtype. Leading dimensions of query, key and value broadcast against each other.
-        value: (..., H, S, Ev), query's dtype. Ev is 1 to 256.
-        attn_mask: broadcastable to (..., H, L, S). bool: True = attend. float16, bfloat16, float32 or float64 (CPU),
-            whatever query's dtype is: added to the scores; -inf hides the key from the query. Or a
-            `torch.nn.attention.bias.CausalBias` (``causal_upper_left(L, S)``, ``causal_lower_right(L, S)``), of which
-            no matrix is made.
-        dropout_p: the share of the probabilities that are dropped, 0 to 1, by numbers from torch's generator on query's
-            device, but other ones than PyTorch's function draws; see `tilewise.attention`.
-        is_causal: query i sees the keys 0 to i (top-left aligned, unlike ``tilewise.attention(causal=True)``), of those
-            that attn_mask leaves visible.
-        scale: multiplies ``query @ key.mT``; any finite number, also as a tensor of no dimensions, whose value is read
-            at once and gets no gradient. Default ``1 / sqrt(E)``.
-        enable_gqa: key and value may have fewer heads (dimension -3) than query, a divisor of H.
+        query: (..., H, L, E) with any number of leading dimensions, also none, in float16, bfloat16, float32 or, on the
+            CPU, float64; E is 1 to 256. Like PyTorch's function, float32 keeps its precision on a GPU whatever
+            ``allow_tf32`` says.
+        key: (..., H, S, E) in query's dtype. Leading dimensions of query, key and value broadcast against each other.
+        value: (..., H, S, Ev) in query's dtype. Ev is 1 to 256.
+        attn_mask: broadcastable to (..., H, L, S). bool: True = attend. float16, bfloat16, float32 or, on the CPU,
+            float64, independently of query's dtype: added to the scores; -inf hides the key from the query. Or a
+            `torch.nn.attention.bias.CausalBias` (``causal_upper_left(L, S)``, ``causal_lower_right(L, S)``), for which
+            no matrix is formed.
+        dropout_p: probability of dropping an entry of the softmax, 0 to 1. Random numbers come from torch's generator
+            on query's device, but differ from those of PyTorch's function; see `tilewise.attention`.
+        is_causal: query i sees the keys 0 to i that attn_mask leaves visible (aligned top-left, unlike
+            ``tilewise.attention(causal=True)``).
+        scale: multiplies ``query @ key.mT``; any finite number, or a tensor of no dimensions, whose value is read at
+            once and which gets no gradient. Default: ``1 / sqrt(E)``.
+        enable_gqa: if True, key and value may have fewer heads (dimension -3) than query, a divisor of H.
 
     Returns:
-        (..., H, L, Ev) in query's dtype, or in autocast's: under `torch.autocast`, query, key and value are cast to its
-        dtype as for PyTorch's function, while attn_mask keeps its own. Contiguous, but of 4 dimensions
-        that nothing broadcasts in query's order of memory: (B, L, H, E) data that came by transpose goes back by one.
-
-    Where PyTorch's implementations differ from each other: a query that sees no key gives 0 and zero gradients, NaN or
-    infinity in a key or value that no query sees stays out of the output, and attn_mask with is_causal is both of them,
-    which PyTorch's kernel for CPUs computed in 2.13 and its others refuse. A scale that is a bool, infinite or NaN is
-    an error.
-
-    Copies: 4-dimensional arguments are never copied, nor is a mask expanded. More leading dimensions are flattened into
-    two by views; query, key and value are copied where their strides do not allow that: where sizes of 1 were
-    broadcast, and where attn_mask has some of the leading dimensions before the heads and broadcasts along others. Key
-    and value heads of different numbers are repeated to query's. The result is copied where it would not be contiguous.
-
-    Query, key and value may all be jagged nested tensors (``layout=torch.jagged``), (B, H, j, E), (B, H, l, E) and
-    (B, H, l, Ev), and so is the result, with query's j. attn_mask is then a tensor, broadcastable to (B, H, L, S) of
-    the longest query and key, and is_causal wants as many keys as queries in each sequence. Nothing is padded or
-    copied; see `tilewise.attention` for when the host waits.
-
-    DTensors whose sequence is split, and shards within `torch.distributed.tensor.experimental.context_parallel`, are
-    attended to as one sequence, by `tilewise.distributed.context_parallel_attention`.
+        o (..., H, L, Ev) in query's dtype, or in autocast's: `torch.autocast` casts query, key and value, as for
+        PyTorch's function, while attn_mask keeps its dtype. o is contiguous, except for 4-dimensional arguments with
+        equal leading dimensions: then it has query's memory layout, so that (B, L, H, E) data passed by transpose
+        returns by transpose.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: dropout of DTensors, or in a graph for ONNX; jagged tensors with holes; within
-            context_parallel what context_parallel_attention does not take.
+        ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
+        NotImplementedError: dropout with DTensors or in an ONNX graph; jagged tensors with holes; within
+            context_parallel what `tilewise.distributed.context_parallel_attention` does not support.
+
+    Examples:
+        >>> query, key, value = (torch.randn(2, 8, 100, 64) for _ in range(3))
+        >>> attn_mask = torch.randn(8, 100, 100, requires_grad=True)
+        >>> o = tilewise.scaled_dot_product_attention(query, key, value, attn_mask)
+        >>> o.sum().backward()
+        >>> o.shape, attn_mask.grad.shape
+        (torch.Size([2, 8, 100, 64]), torch.Size([8, 100, 100]))
+
+    Where PyTorch's backends differ from each other: a query that sees no key gives 0 and zero gradients. NaN or
+    infinity in a key or value that no query sees does not reach the output. attn_mask with is_causal applies both; in
+    torch 2.13 only the CPU kernel supports that. A scale that is a bool, infinite or NaN is an error.
+
+    Copies: 4-dimensional arguments are never copied, and a mask is not expanded. More leading dimensions are flattened
+    into two by views. Query, key and value are copied if their strides do not allow a view: if sizes of 1 were
+    broadcast, or if attn_mask has some of the leading dimensions before the heads and broadcasts along others. If key
+    and value have different numbers of heads, they are repeated to query's. The result is copied if it would not be
+    contiguous.
+
+    Nested tensors: query, key and value may all be jagged (``layout=torch.jagged``), (B, H, j, E), (B, H, l, E) and (B,
+    H, l, Ev); the result is jagged with query's j. attn_mask is then a tensor, broadcastable to (B, H, L, S) for the
+    longest query and key, and is_causal requires as many keys as queries in each sequence. Nothing is padded or copied;
+    see `tilewise.attention` for when the host synchronizes.
+
+    DTensors split along the sequence, and shards within `torch.distributed.tensor.experimental.context_parallel`, are
+    computed as one sequence by `tilewise.distributed.context_parallel_attention`.
     """
     if unknown:
         raise unexpected("scaled_dot_product_attention", unknown)
@@ -110,7 +119,7 @@ def scaled_dot_product_attention(
         try:
             found = cached_call(given, arguments, return_lse=False)
         except RuntimeError:
-            _check_tensors(query, key, value, attn_mask)  # a nested tensor has no shape to look a call up by
+            _check_tensors(query, key, value, attn_mask)  # a nested tensor has no shape to look up
             raise
         if found is not None:
             return found[0]
@@ -144,8 +153,11 @@ def _of_shards(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | Tensor | None, enable_gqa: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Within PyTorch's context_parallel, which puts a function of its own in the place of PyTorch's, or of DTensors:
-    what is of a split sequence. Neither is there before somebody has imported torch.distributed."""
+    """Return attention of one sequence split over devices, or None if query is not split.
+
+    The inputs are DTensors, or the call is within PyTorch's context_parallel, which replaces PyTorch's function by its
+    own. Neither occurs before torch.distributed is imported.
+    """
     replaced = str(getattr(functional.scaled_dot_product_attention, "__module__", "")).startswith("torch.distributed.")
     if not replaced and not is_dtensor(query):
         return None
@@ -190,7 +202,7 @@ def _jagged(
 
 def _check_mask(attn_mask: Tensor, query: Tensor) -> None:
     check_tensor("attn_mask", attn_mask, may_be_causal=True)
-    if is_causal_bias(attn_mask):  # which has no device that matters, and no numbers
+    if is_causal_bias(attn_mask):  # its device does not matter, and it has no numbers
         return
     if attn_mask.device != query.device:
         raise ValueError(f"attn_mask: must be on query's device {query.device}, got {attn_mask.device}")
@@ -224,7 +236,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
 
 
 def _band(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Band]:
-    """What attn_mask is beside a band, and the band: is_causal aligns it top-left, a CausalBias as it says."""
+    """Return attn_mask, or None for a CausalBias, and the causal limit; is_causal is aligned top-left."""
     if attn_mask is None or not is_causal_bias(attn_mask):
         return attn_mask, Band.aligned(is_causal, None, diagonal=0)
     if is_causal:
@@ -233,7 +245,7 @@ def _band(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool)
 
 
 def _number(scale: float | Tensor | None) -> float | None:
-    """A tensor of no dimensions is the number that it holds, as for PyTorch's function."""
+    """Return ``scale`` as a float: a tensor of no dimensions is read, as PyTorch's function does."""
     if not isinstance(scale, Tensor):
         return scale
     if scale.dim() > 0 or scale.requires_grad or scale.is_meta:
@@ -246,7 +258,7 @@ def _number(scale: float | Tensor | None) -> float | None:
 
 
 def _positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
-    """A scale that is not positive, which PyTorch allows, goes into the query as its sign: -1 and 0 round nothing."""
+    """Return the query times the sign of ``scale`` (1, 0 or -1: no rounding), and a positive scale."""
     if isinstance(scale, Real) and not -math.inf < scale < math.inf:
         raise ValueError(f"scale: must be finite, got {scale}")
     if isinstance(scale, Real) and not isinstance(scale, bool) and scale <= 0:
@@ -255,9 +267,10 @@ def _positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float |
 
 
 class _Fold(NamedTuple):
-    """How leading dimensions became (B, H): ``order`` permutes ``lead``; the result keeps the last ``rank`` of them.
+    """Leading dimensions that were flattened into (B, H).
 
-    ``as_query``: it lies in memory as query does, else contiguously.
+    ``order`` permutes ``lead``; the result keeps the last ``rank`` of ``lead``. ``as_query``: the result has query's
+    memory layout; otherwise it is contiguous.
     """
 
     order: tuple[int, ...]
@@ -270,13 +283,13 @@ class _Fold(NamedTuple):
         if n > 2:
             o = o.reshape(*[self.lead[i] for i in self.order], *o.shape[-2:])
             o = o.permute(*[self.order.index(i) for i in range(n)], -2, -1)
-        # A query without a batch, or without heads, was given one.
+        # A query without a batch or heads dimension was given one.
         o = o.reshape(*self.lead[n - self.rank :], *o.shape[-2:]) if self.rank < n else o
         return o if self.as_query else o.contiguous()
 
 
 def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, gqa: bool) -> tuple[Inputs, _Fold]:
-    """The arguments as (B, H, L, E) and the way back."""
+    """Return the arguments as (B, H, L, E), and the `_Fold` that undoes it."""
     rank = max(x.dim() - 2 for x in (query, key, value))
     if gqa and query.dim() < 3:
         raise ValueError(f"enable_gqa: needs a dimension of heads, got query of shape {_shape(query)}")
@@ -302,19 +315,19 @@ def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, g
 
 
 def _same(inputs: Inputs, given: Inputs) -> bool:
-    """Nothing was flattened, expanded or negated: what the caller gave reaches the operator."""
+    """True if nothing was flattened, expanded or negated: the operator gets the caller's tensors."""
     return all(x is y for x, y in zip(inputs, given, strict=True))
 
 
 def _bias_and_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """attn_mask as the one that it is: additive, or bool."""
+    """Return attn_mask as (bias, mask), one of which is None."""
     if attn_mask is None:
         return None, None
     return (None, attn_mask) if attn_mask.dtype == torch.bool else (attn_mask, None)
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> tuple[int, int]:
-    """Query heads H and key/value heads; a tensor of two dimensions has one head."""
+    """Return the numbers of query heads and of key/value heads; a tensor of two dimensions has one head."""
     H, Hk, Hv = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
     if H == Hk == Hv:
         return H, H
@@ -333,7 +346,7 @@ def _heads(query: Tensor, key: Tensor, value: Tensor, gqa: bool) -> tuple[int, i
 
 
 def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ...]:
-    """What precedes the heads, at least one dimension."""
+    """Return the dimensions before the heads, broadcast; at least one."""
     shapes = [tuple(x.shape[:-3]) for x in (query, key, value)]
     if shapes[0] == shapes[1] == shapes[2]:
         return shapes[0] or (1,)
@@ -348,7 +361,7 @@ def _broadcast_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, ..
 
 
 def _common(*sizes: int) -> int | None:
-    """The size that all ``sizes`` broadcast to, or None."""
+    """Return the size that all ``sizes`` broadcast to, or None."""
     common = 1
     for size in sizes:
         if size != 1 and common not in (1, size):
@@ -358,7 +371,7 @@ def _common(*sizes: int) -> int | None:
 
 
 def _per_head(x: Tensor, heads: int, batch: tuple[int, ...]) -> Tensor:
-    """``x`` expanded to (*batch, heads, length, head_dim)."""
+    """Return ``x`` expanded to (*batch, heads, length, head_dim)."""
     if x.dim() == 2:
         x = x.unsqueeze(0)
     if x.shape[-3] != heads:
@@ -378,11 +391,11 @@ def _with_leading(attn_mask: Tensor, lead: tuple[int, ...], L: int, S: int) -> T
 
 
 def _groups(lead: tuple[int, ...], mask: torch.Size | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which leading dimensions are flattened into B and which, with the heads, into H.
+    """Return the leading dimensions that are flattened into B, and those that are flattened, with the heads, into H.
 
-    A mask that is broadcast along some of the leading dimensions stays unexpanded if the dimensions that it has and
-    those that it lacks go to different sides. Folding a dimension into H keeps groups of heads together, since the key
-    heads fold by the same dimension.
+    A mask that broadcasts along some leading dimensions is not expanded if the dimensions it has and those it lacks go
+    to different groups. A dimension flattened into H keeps each key head with its query heads: keys are flattened
+    alike.
     """
     heads = len(lead) - 1
     others = tuple(range(heads))

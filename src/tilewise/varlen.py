@@ -1,4 +1,4 @@
-"""Attention of packed batches: sequences of any lengths, end to end, and no padding."""
+"""Attention of packed batches: sequences of any lengths, concatenated without padding."""
 
 from __future__ import annotations
 
@@ -45,43 +45,51 @@ def varlen_attention(
     validate: bool = False,
     **numbers: Unpack[Numbers],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tilewise.attention` of B sequences of any lengths that lie end to end, each of which sees itself alone.
+    """Return `tilewise.attention` of B packed sequences of any lengths; each sequence attends to itself only.
 
-    No tensor is padded or copied, and on a GPU the host never waits for the lengths. Everything is counted from each
-    sequence's own first query and key: ``causal`` lets its last query see its last key, and entry (i, j) of a bias or
-    mask belongs to its query i and key j.
+    No tensor is padded or copied, and on a GPU the host does not synchronize for the lengths. Queries and keys are
+    counted from the start of their sequence: ``causal`` lets its last query see its last key, and entry (i, j) of a
+    bias or mask belongs to its query i and key j.
 
     Args:
-        q: queries (total_q, H, D); k: keys (total_k, Hkv, D); v: values (total_k, Hkv, Dv), as `attention` takes them
-            otherwise; any strides.
-        cu_seqlens_q: (B + 1,), int32 or int64, on q's device: sequence b has the queries ``cu_seqlens_q[b]`` to
-            ``cu_seqlens_q[b + 1] - 1``. It begins with 0 and does not descend; lengths 0 and 1 are allowed.
-        cu_seqlens_k: the same of the keys.
-        max_seqlen_q, max_seqlen_k: the length of the longest sequence or more: ints, or integer tensors of no
-            dimensions, for which the host waits on a GPU.
-        seqused_k: (B,), int32 or int64: how many keys of each sequence count, from its first. Default: all.
-        bias: a tensor of four dimensions is padded, {B|1} × {H|Hkv|1} × {max_seqlen_q|1} × {max_seqlen_k|1}; one of
-            fewer lies packed, along the keys, (1|H, total_k), or the queries, (1|H, total_q, 1). Or a term of
-            `tilewise.bias`, or a tuple of tensors and terms: `RaggedBias` has a matrix of its own for each sequence,
-            `RelativeBias` packed values (total_q, H, R), and `low_rank_bias` (1, H, total_q, r) and (1, Hkv, total_k,
-            r). Each tensor gets its gradient.
-        mask: bool, padded, {B|1} × {H|Hkv|1} × {max_seqlen_q|1} × {max_seqlen_k|1}; True = attend. The borders of the
-            sequences need none.
-        sink: (H,), or packed for each query, (1|H, total_q).
-        dropout_seed: as for `attention`; a score's sequence is its number b, so that a packed batch drops what the
-            padded one would.
-        validate: read the lengths and raise where they are no such ones, for which the host waits on a GPU. On the CPU
-            they are always checked. Without it, on a GPU, wrong ones give wrong numbers, and nothing is written
-            outside.
+        q: queries (total_q, H, D), dtypes and sizes as for `attention`, any strides.
+        k: keys (total_k, Hkv, D).
+        v: values (total_k, Hkv, Dv).
+        cu_seqlens_q: offsets (B + 1,), int32 or int64, on q's device: sequence b has the queries ``cu_seqlens_q[b]`` to
+            ``cu_seqlens_q[b + 1] - 1``. They start at 0 and do not decrease; lengths 0 and 1 are allowed.
+        cu_seqlens_k: the offsets of the keys, in the same form.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence, or any larger number. Ints, or integer tensors of no
+            dimensions, for which the host synchronizes on a GPU.
+        seqused_k: (B,), int32 or int64: number of keys used from the start of each sequence. Default: all.
+        bias: a tensor of four dimensions is padded, {B|1} × {H|Hkv|1} × {max_seqlen_q|1} × {max_seqlen_k|1}. A tensor
+            of fewer dimensions is packed: along the keys, (1|H, total_k), or along the queries, (1|H, total_q, 1). Or a
+            term of `tilewise.bias`, or a tuple of tensors and terms: `RaggedBias` has one matrix per sequence,
+            `RelativeBias` packed values (total_q, H, R), and `low_rank_bias` takes (1, H, total_q, r) and (1, Hkv,
+            total_k, r). Each tensor gets its gradient.
+        mask: bool, True = attend; padded, {B|1} × {H|Hkv|1} × {max_seqlen_q|1} × {max_seqlen_k|1}. No mask is needed to
+            separate the sequences.
+        sink: (H,), or packed per query, (1|H, total_q).
+        dropout_seed: as for `attention`, with the sequence's number b as the batch index: a packed batch drops what the
+            padded batch would.
+        validate: check the lengths and raise an error if they are invalid; on a GPU the host synchronizes for it. On
+            the CPU they are always checked. Without it, on a GPU, invalid lengths give wrong numbers, but no memory
+            outside the tensors is written.
         causal, window, scale, softcap, dropout_p, deterministic, backend: as for `attention`.
+        return_lse: if True, also return lse.
 
     Returns:
         o (total_q, H, Dv) in q's dtype; with ``return_lse`` also lse (H, total_q), float32 (float64 for float64
-        inputs). Rows past the last sequence have o = 0 and lse = -inf, and so have queries that see no key.
+        inputs). Rows past the last sequence and queries that see no key have o = 0 and lse = -inf.
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
-        NotImplementedError: DTensors; in a graph for ONNX.
+        ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
+        NotImplementedError: DTensors; ONNX graphs.
+
+    Examples:
+        >>> q, k, v = (torch.randn(300, 8, 64) for _ in range(3))
+        >>> offsets = torch.tensor([0, 100, 300], dtype=torch.int32)
+        >>> tilewise.varlen_attention(q, k, v, offsets, offsets, 200, 200, causal=True).shape
+        torch.Size([300, 8, 64])
 
     Source: flash_attn_varlen_func of FlashAttention (arXiv 2307.08691) for the layout; docs/maths.md for the formulas.
     """
@@ -113,26 +121,35 @@ def varlen_attn(
     num_splits: int | None = None,
     bias: Bias = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`varlen_attention` by the signature of `torch.nn.attention.varlen.varlen_attn` (torch 2.12 and 2.13), and a bias.
+    """Return `varlen_attention`, with the signature of `torch.nn.attention.varlen.varlen_attn` and a bias.
+
+    The signature is that of torch 2.12 and 2.13.
 
     Args:
         query, key, value: (total_q, H, D), (total_k, Hkv, D), (total_k, Hkv, Dv): q, k and v of `varlen_attention`.
-        cu_seq_q, cu_seq_k: its cu_seqlens_q and cu_seqlens_k. max_q, max_k: its max_seqlen_q and max_seqlen_k.
-        return_aux: an AuxRequest of PyTorch's; with ``lse`` the lse is returned too.
-        scale: multiplies ``query @ key.mT``; positive. Default ``1 / sqrt(D)``.
+        cu_seq_q, cu_seq_k: its cu_seqlens_q and cu_seqlens_k, (B + 1,), int32 or int64.
+        max_q, max_k: its max_seqlen_q and max_seqlen_k.
+        return_aux: an AuxRequest of PyTorch; if its ``lse`` is True, lse is returned too.
+        scale: multiplies ``query @ key.mT``; positive. Default: ``1 / sqrt(D)``.
         window_size: (left, right), -1 for no limit: (-1, 0) is causal, aligned bottom-right.
-        enable_gqa: key and value may have fewer heads than query, a divisor of H.
-        seqused_k: as for `varlen_attention`; gradients flow with it too.
-        block_table, num_splits: None; pages and numbers of splits are not implemented.
+        enable_gqa: if True, key and value may have fewer heads than query, a divisor of H.
+        seqused_k: as for `varlen_attention`; gradients are supported with it too.
+        block_table, num_splits: must be None; paged keys and a number of splits are not implemented.
         bias: as for `varlen_attention`; PyTorch's function has none.
 
     Returns:
-        (total_q, H, Dv) in query's dtype; with the lse also that, (H, total_q), float32 (float64 for float64 inputs).
+        o (total_q, H, Dv) in query's dtype; with the lse also lse (H, total_q), float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed; those of `varlen_attention` have its
-            names.
-        NotImplementedError: block_table, num_splits, an AuxRequest's max_scores; what `varlen_attention` raises it for.
+        ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
+            Checks shared with `varlen_attention` use its names.
+        NotImplementedError: block_table, num_splits, max_scores of an AuxRequest, and those of `varlen_attention`.
+
+    Examples:
+        >>> q, k, v = (torch.randn(300, 8, 64) for _ in range(3))
+        >>> offsets = torch.tensor([0, 100, 300], dtype=torch.int32)
+        >>> tilewise.varlen_attn(q, k, v, offsets, offsets, 200, 200, window_size=(-1, 0)).shape
+        torch.Size([300, 8, 64])
     """
     check_flag("enable_gqa", enable_gqa)
     for name, x in (("block_table", block_table), ("num_splits", num_splits)):
@@ -150,7 +167,7 @@ def varlen_attn(
     lse = False if return_aux is None else getattr(return_aux, "lse", None)
     if not isinstance(lse, bool):
         raise TypeError(f"return_aux: expected an AuxRequest with a bool lse, or None, got {return_aux!r}")
-    for name in getattr(return_aux, "_fields", ("max_scores",)):  # FlexAttention's AuxRequest has more than lse
+    for name in getattr(return_aux, "_fields", ("max_scores",)):  # FlexAttention's AuxRequest also has max_scores
         if name != "lse" and getattr(return_aux, name, False):
             raise NotImplementedError(f"return_aux: {name} is not implemented; ask for lse alone")
     for name, x in (("query", query), ("key", key), ("value", value), ("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):
