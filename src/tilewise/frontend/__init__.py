@@ -1,8 +1,10 @@
-"""The arguments of public functions, read and checked: adapters from what users pass to what is computed.
+"""Reading and checking the arguments of public functions.
 
-call      the reader of `tilewise.attention` and its like, and the cache of calls
-leading   more leading dimensions than one batch dimension
-jagged    nested tensors
-autocast  the dtypes that `torch.autocast` asks for
-keywords  hints for keywords of other libraries
+arguments  reader of the arguments of `tilewise.attention`
+call_cache cache of calls by the layouts of their tensors
+leading    more leading dimensions than one batch dimension
+jagged     nested tensors
+varlen     packed batches
+autocast   dtypes under `torch.autocast`
+keywords   hints for keywords of other libraries
 """

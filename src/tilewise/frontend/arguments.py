@@ -1,4 +1,4 @@
-"""Read and check the arguments of a public call, and cache what was read for calls of equal layouts."""
+"""Reader of the arguments of a public call: checks, defaults, and bias terms as tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVERYWHERE = Band()
 
 
 class Call(NamedTuple):
-    """The arguments of a call with their defaults filled in: those of `attention_op`."""
+    """Arguments of a call with their defaults filled in: those of `attention_op`."""
 
     inputs: Inputs
     score: Score
@@ -59,10 +59,12 @@ def read_call(
     backend: str | None,
     **numbers: Unpack[Numbers],
 ) -> Call:
-    """The keyword arguments of `attention`, read and checked; ``numbers``: those of `Score.of`. Dropout without a seed
-    has none yet: `with_seed`."""
+    """Read and check the keyword arguments of `attention`; ``numbers`` are those of `Score.of`.
+
+    A call with dropout but without a seed gets its seed later, by `with_seed`.
+    """
     check_numbers(window, dropout_p=dropout_p, **numbers)
-    if causal is not True and causal is not False:  # the common case without a call
+    if causal is not True and causal is not False:  # avoids a function call in the common case
         check_flag("causal", causal)
     if deterministic is not None:
         check_flag("deterministic", deterministic, "a bool or None")
@@ -76,7 +78,7 @@ def read_call(
     q, k, v = autocast(q, k, v)
     band = EVERYWHERE
     if causal or window is not None:
-        # Malformed tensors get a neutral diagonal here and their error where the Problem is made.
+        # Malformed tensors get a neutral diagonal here, and their error from Problem.
         diagonal = k.shape[2] - q.shape[2] if q.dim() == k.dim() == 4 else 0
         band = Band.aligned(bool(causal), window, diagonal)
     slots = None
@@ -106,7 +108,7 @@ def read_call(
 
 
 def with_seed(inputs: Inputs, score: Score) -> Inputs:
-    """``inputs`` of a call that is to be computed: with dropout, and no seed in them, one from torch's generator."""
+    """Return ``inputs`` with a seed drawn from torch's generator if the call has dropout and no seed."""
     if not score.dropout:
         return inputs
     if is_dtensor(inputs.q):
@@ -120,6 +122,7 @@ def with_seed(inputs: Inputs, score: Score) -> Inputs:
 
 
 def check_dropout_seed(seed: Any, q: Tensor) -> None:
+    """Raise an error unless ``seed`` is a pair of 64-bit ints or an int64 tensor (2,) on q's device."""
     if isinstance(seed, Tensor):
         check_tensor("dropout_seed", seed)
         check_seed("dropout_seed", seed, q)
@@ -134,8 +137,10 @@ def check_dropout_seed(seed: Any, q: Tensor) -> None:
 
 
 def seed_tensor(seed: tuple[int, int] | Tensor, device: torch.device) -> Tensor:
-    """A number reaches a device with the kernel that writes it: a copy from the host would wait, or not be captured by
-    a CUDA graph."""
+    """Return the seed as an int64 tensor (2,) on ``device``.
+
+    Kernels write the numbers: a copy from the host would synchronize, and a CUDA graph could not capture it.
+    """
     if isinstance(seed, Tensor):
         return seed.contiguous()
     first, second = (x - 2**64 if x >= 2**63 else x for x in seed)
@@ -145,6 +150,7 @@ def seed_tensor(seed: tuple[int, int] | Tensor, device: torch.device) -> Tensor:
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, mask: Mask, sink: Tensor | None) -> None:
+    """Raise an error unless all are tensors of a supported kind; bias may also be a term or a sequence of terms."""
     check_tensor("q", q)
     check_tensor("k", k)
     check_tensor("v", v)
@@ -162,20 +168,20 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, mask: Mask, sink: 
 def _operand(
     name: str, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], causal: bool, band: Band
 ) -> tuple[Tensor | None, Band]:
-    """A bias or mask in four dimensions, and the band; PyTorch's CausalBias is a band and no tensor."""
+    """Return the bias or mask in four dimensions, and the band. A CausalBias becomes a band, and None."""
     q, k, _ = qkv
     if not is_causal_bias(x):
         return four_dims(name, x, *qkv), band
     if causal:
         raise ValueError(f"{name}: a CausalBias says by itself what is hidden; leave causal=True out")
     if not q.dim() == k.dim() == 4:
-        return None, band  # the error comes where the Problem is made
+        return None, band  # Problem raises the error
     hi = causal_limit(name, x, q.shape[2], k.shape[2])
     return None, Band(band.lo, hi if band.hi is None else min(band.hi, hi))
 
 
 def _tiles(mask: Any, q: Tensor, k: Tensor, v: Tensor) -> TileTensors | None:
-    """Of a TileMask or a BlockMask; None of what is none. An error of q, k or v comes first."""
+    """Return the tensors of a TileMask or BlockMask; None for other masks. Errors of q, k and v take precedence."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     check_qkv(q, k, v)
@@ -184,16 +190,18 @@ def _tiles(mask: Any, q: Tensor, k: Tensor, v: Tensor) -> TileTensors | None:
 
 
 def _slots(bias: Any, q: Tensor, k: Tensor, v: Tensor) -> Slots:
-    """Bias terms in their places; an error of q, k or v comes first."""
+    """Return the bias components of bias terms. Errors of q, k and v take precedence."""
     check_qkv(q, k, v)
     B, H, M, _ = q.shape
     return canonical(bias, B, H, k.shape[1], M, k.shape[2], q.device)
 
 
 def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Score]:
-    """A call with the bias that `canonical` has found; ``score`` is that of the q that came.
+    """Return ``inputs`` and ``score`` with the bias components of `canonical`; ``score`` has the scale of the original
+    q.
 
-    One tensor alone, if only along the keys, is a plain bias, which every backend has.
+    A low-rank bias is appended to q and k. A single component, even if only along the keys, becomes the plain bias,
+    which every backend supports.
     """
     if slots.low_rank is not None:
         q, k, scale = low_rank_of(slots, inputs.q, score).extended(inputs.q, inputs.k, score.scale)
@@ -223,8 +231,8 @@ def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Scor
 
 
 def low_rank_of(slots: Slots, q: Tensor, score: Score) -> LowRankBias:
-    """The bias of low rank, checked against the call, and cast as autocast has cast q, if it has: it becomes a part of
-    q and k."""
+    """Return the low-rank bias, checked against the call and cast as autocast cast q, because it is appended to q and
+    k."""
     found = slots.low_rank
     assert found is not None
     if q.dtype != torch.float64:
@@ -234,19 +242,16 @@ def low_rank_of(slots: Slots, q: Tensor, score: Score) -> LowRankBias:
 
 
 def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """What autocast makes of them, if they are tensors at all."""
+    """Return q, k and v, cast by autocast if all are tensors."""
     tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     return autocast(q, k, v) if tensors else (q, k, v)
-
-
-# --- remember ---
 
 
 # --- packed batches ---
 
 
 def padded_mask(mask: Tensor | None) -> Tensor | None:
-    """Of a packed batch a mask with four dimensions."""
+    """Return the mask of a packed batch with four dimensions."""
     if mask is None:
         return None
     if is_causal_bias(mask):

@@ -1,24 +1,24 @@
-"""What `torch.autocast` asks of a call, which knows PyTorch's own operators and no others."""
+"""Dtypes under `torch.autocast`, which by itself casts the arguments of PyTorch's own operators only."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-autocast_somewhere = torch._C._is_any_autocast_enabled  # on some device: the quickest question of all
+autocast_somewhere = torch._C._is_any_autocast_enabled  # True if on for any device; the cheapest check
 
 
 def autocast_on(x: Tensor) -> bool:
-    """For the device of ``x``; others than these have no backend here, and some no autocast to ask for."""
+    """True if autocast is on for x's device; False for devices without a backend here."""
     device = x.device.type
     return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """``tensors`` in autocast's dtype where autocast is on for the first one's device.
+    """Return ``tensors`` in autocast's dtype if autocast is on for the device of the first one.
 
-    As for PyTorch's operators float64 stays, and so does what is no floating-point tensor. If that leaves different
-    dtypes nothing is cast, so that an error names those that came.
+    As for PyTorch's operators, nothing is cast if a tensor is float64 or not floating-point, so that errors name the
+    caller's dtypes.
     """
     if not autocast_on(tensors[0]):
         return tensors

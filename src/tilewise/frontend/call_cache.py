@@ -1,4 +1,4 @@
-"""Cached calls: what was read of a call, found again by the layouts of its tensors and all else that it depends on."""
+"""Cache of calls, keyed by the layouts of their tensors and all other arguments."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ _STRIDED = torch.strided
 
 
 class Flattened(NamedTuple):
-    """A call with more leading dimensions than a batch: what computes it takes views of these shapes."""
+    """Cached call with more leading dimensions than a batch; ``run`` takes views of these ``shapes``."""
 
     terms: ScoreNumbers
     run: Forward
-    shapes: tuple[tuple[int, ...], ...]  # of the tensors of `Inputs` to the sink; () where there is none
+    shapes: tuple[tuple[int, ...], ...]  # of each tensor of `Inputs` up to the sink; () if absent
 
 
-# The usual call, one that differs from an earlier one in nothing but its numbers: the arguments that are no tensors,
-# and the layouts of those that are, lead to what the earlier one was read as. Nothing is read or checked again.
+# Cached calls. The key is the non-tensor arguments and the layouts of the tensors; a hit skips reading and checks.
 cached_calls: Prepared[tuple[ScoreNumbers, Forward] | Flattened] = Prepared()
 
 
-# Beside those of one with T5's or ALiBi's bias, in the place of the term: how its vector is made.
+# Rule, first relative position and width of the vector, for cached calls whose bias is a T5 or ALiBi term.
 vectors: Prepared[tuple[Rule, int, int]] = Prepared()
 
 
-# And one that differs in its lengths too: what the first of its structure was read as, and see `cache_call`.
+# Calls by their structure: a hit differs from a cached call in its lengths only. See `cache_call`.
 structures: Prepared[tuple[ScoreNumbers, bool, Variants]] = Prepared()
 
 
 def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-    """``(o, lse)`` of a call like an earlier one; None of any other. ``inputs`` are as the caller gave them."""
+    """Return ``(o, lse)`` on a cache hit, else None. ``inputs`` are the caller's."""
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
@@ -94,7 +93,7 @@ def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Ten
 
 
 def _settings(term: T5Bias | Alibi) -> tuple | None:
-    """All that a call depends on in a term, beside the numbers in its tensor; None where that is not enough."""
+    """Return what a call depends on in a term besides its tensor's elements; None if the call cannot be cached."""
     query_start, key_start, x = term.query_start, term.key_start, term.of
     if isinstance(query_start, Tensor) or isinstance(key_start, Tensor) or not is_node(x):
         return None
@@ -102,10 +101,9 @@ def _settings(term: T5Bias | Alibi) -> tuple | None:
 
 
 def _of_structure(inputs: Inputs, key: tuple) -> tuple[ScoreNumbers, Forward] | None:
-    """Of a call that differs from an earlier one in its lengths alone, with tensors that lie alike; key: `_key_of`,
-    which has read the tensors already."""
+    """Return the entry of a call that differs from a cached one in its lengths only, or None. key: see `_key_of`."""
     sink, arguments = key[17], key[19]
-    if inputs.sink is not None:  # in rows, as the key's may not be
+    if inputs.sink is not None:  # the sink in rows; the key may have another form
         (sink,) = layouts(inputs.sink)
     structure = structure_of(key[:5], key[5:10], key[10:15], key[15], key[16], sink)
     if structure is None:
@@ -126,8 +124,10 @@ def cache_call(
     inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
     aligned: bool = True, parts: Parts | None = None,
 ) -> None:  # fmt: skip
-    """After a call that went well, with what it was read as; see `cached_call`. aligned: its band, if it has one, ends
-    where the last query and the last key meet; else where the first ones do. parts: what a bias term was read as."""
+    """Cache a call that succeeded, with the result of reading it; see `cached_call`.
+
+    aligned: a causal limit is aligned bottom-right, else top-left. parts: the bias components of a bias term.
+    """
     term: Any = inputs.bias
     if type(term) is T5Bias or type(term) is Alibi:
         _cache_vector(inputs, arguments, ScoreNumbers.of(score, deterministic, backend, exact), parts)
@@ -149,7 +149,7 @@ def cache_call(
 
 
 def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: Parts | None) -> None:
-    """The same of a call whose bias is a term of which a vector was made, ``parts``."""
+    """Cache a call whose bias term became a vector, in ``parts``."""
     term: Any = inputs.bias
     settings = _settings(term)
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
@@ -168,8 +168,8 @@ def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: 
 
 
 def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple) -> None:
-    """After a call with more leading dimensions that went well; ``flattened``: the views that a usual call was
-    given."""
+    """Cache a call with more leading dimensions that succeeded; ``flattened`` are the views passed to the cached
+    call."""
     if _is_cacheable(inputs, None) and inputs.sink is None and _is_cacheable(flattened, None):
         known = cached_calls.get(_key_of(flattened, None, arguments))
         if known is not None and not known[0].dropout:
@@ -178,8 +178,10 @@ def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple) -> None
 
 
 def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
-    """The key, among those of `cached_calls`, of a call of ``attention`` by a door that changes the shapes of its bias
-    and mask alone; None where such a call is read anew."""
+    """Return the key in `cached_calls` of a call of ``attention`` by a function that only reshapes bias and mask.
+
+    None if the call cannot be cached.
+    """
     q, k, v, bias, mask = inputs[:5]
     if q is None or k is None or v is None or autocast_somewhere() or not is_eager(inputs[:5]):
         return None
@@ -190,13 +192,13 @@ def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
 
 
 def cached_entry_point_call(key: tuple, inputs: Inputs) -> Tensor | None:
-    """o of a call like one that `cache_entry_point_call` was told of."""
+    """Return o on a hit of a call stored by `cache_entry_point_call`, else None."""
     known = cached_calls.get(key)
     return eager_flattened(inputs, *known, False)[0] if type(known) is Flattened else None
 
 
 def cache_entry_point_call(key: tuple, inputs: Inputs) -> None:
-    """After a call of ``attention(q, k, v, bias=, mask=)`` that went well; inputs: what it was given."""
+    """Cache a call of ``attention(q, k, v, bias=, mask=)`` that succeeded; ``inputs`` are its arguments."""
     if _is_cacheable(inputs, None):
         known = cached_calls.get(_key_of(inputs, None, (False, key[2], None, 0.0)))
         if type(known) is Flattened:
@@ -208,17 +210,18 @@ def cache_entry_point_call(key: tuple, inputs: Inputs) -> None:
 
 
 def _with_rows(inputs: Inputs) -> Inputs:
-    """``inputs`` of a call that was checked, with a sink of heads as `sink_of_rows` gives it."""
+    """Return ``inputs`` of a checked call with a sink per head reshaped as by `sink_of_rows`."""
     sink = inputs.sink
     return inputs if sink is None or sink.dim() == 3 else inputs._replace(sink=sink[None, :, None])
 
 
 def _is_cacheable(inputs: Inputs, tiles: TileMask | None) -> bool:
+    """True if a call with these inputs can be cached: eager, strided tensors, operands with all dimensions."""
     q, k, v, bias, mask, sink, *_ = inputs
     return (
         q is not None and k is not None and v is not None
         and is_eager(inputs[:6] if tiles is None else (*inputs[:6], *tiles.tensors))
-        and (tiles is None or tiles.kept is None)  # how kept keys are found is decided where a call is read
+        and (tiles is None or tiles.kept is None)  # selected keys: the gather is chosen while the call is read
         and q.layout is k.layout is v.layout is _STRIDED
         and (bias is None or (bias.dim() == q.dim() and bias.layout is _STRIDED))
         and (mask is None or (mask.dim() == q.dim() and mask.layout is _STRIDED))
@@ -227,6 +230,7 @@ def _is_cacheable(inputs: Inputs, tiles: TileMask | None) -> bool:
 
 
 def _key_of(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
+    """Return all that reading a call depends on."""
     q, k, v, bias, mask, sink, *_ = inputs
     if q.is_cuda:
         q_begin, k_begin, v_begin = q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15
@@ -243,13 +247,12 @@ def _key_of(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
     )  # fmt: skip
 
 
-# Of a packed batch: the terms, what computes it, and the shape of its bias in `Inputs`.
+# Packed batches: the numbers of the call, the prepared forward, and the shape of the bias in `Inputs`.
 cached_packed: Prepared[tuple[ScoreNumbers, Forward, tuple[int, ...] | None]] = Prepared()
 
 
 class PackedKey(NamedTuple):
-    """A call of a packed batch that may be like an earlier one: its tensors as the caller has them, with the values of
-    a `RaggedBias` in the bias's place, and its key, all that its reading depends on."""
+    """Key of a packed batch in the cache, with the caller's tensors; a `RaggedBias` is replaced by its values."""
 
     given: tuple[Tensor, Tensor, Tensor, Tensor | None]
     mask: Tensor | None
@@ -261,7 +264,7 @@ class PackedKey(NamedTuple):
         cls, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, longest: tuple[int, int], exact: bool,
         options: dict[str, Any],
     ) -> PackedKey | None:  # fmt: skip
-        """None of a call with other bias terms, a sink, dropout, or offsets to be validated."""
+        """Return the key; None for calls with other bias terms, a sink, dropout or ``validate``."""
         bias, mask = options.get("bias"), options.get("mask")
         if type(bias) is RaggedBias:
             lengths = lengths._replace(pairs=bias.offsets)
@@ -278,10 +281,10 @@ class PackedKey(NamedTuple):
         return cls((q, k, v, bias), mask, lengths, key)
 
     def again(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-        """(o, lse) as its caller has them, if it is like an earlier one. Nothing is read or checked again."""
+        """Return ``(o, lse)`` in the caller's shapes on a cache hit, else None."""
         try:
             known = cached_packed.get(self.key)
-        except TypeError:  # what has no hash is no setting that is allowed, and whoever reads it says so
+        except TypeError:  # an unhashable setting is not allowed: `read_packed` raises the error
             return None
         if known is None:
             return None
@@ -295,7 +298,7 @@ class PackedKey(NamedTuple):
         return eager_packed(self.given, inputs, terms, run, return_lse)
 
     def keep(self, inputs: Inputs, terms: ScoreNumbers) -> None:
-        """After it went well; ``inputs``: what it was read as."""
+        """Cache a call that succeeded; ``inputs`` is the result of reading it."""
         if inputs.parts is None:
             shape = None if inputs.bias is None else tuple(inputs.bias.shape)
             cached_packed.keep(self.key, (terms, forward_of(inputs, terms), shape))

@@ -1,4 +1,4 @@
-"""Jagged nested tensors (``layout=torch.jagged``) as packed batches: their values and offsets are just that."""
+"""Jagged nested tensors (``layout=torch.jagged``) as packed batches of their values and offsets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilewise.spec.tensors import PLAIN
 
 
 def are_jagged(*tensors: object) -> bool:
-    """Whether all of them are jagged nested tensors. One that is none beside others is refused where it is read."""
+    """True if all are jagged nested tensors. A mix is rejected when the call is read."""
     return all(
         type(x) not in PLAIN and isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged for x in tensors
     )
@@ -31,22 +31,22 @@ def jagged_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`packed_attention` of jagged tensors (B, H, j, D), in which j is the ragged dimension; nothing is copied.
+    """Return `packed_attention` of jagged tensors (B, H, j, D), where j is the ragged dimension; nothing is copied.
 
-    The longest sequences are what the tensors know, ``max_seqlen``; one that does not know it computes it, once, and on
-    a GPU the host waits for that. So it does to compare lengths of tensors that do not have the same j.
+    On a GPU the host synchronizes once for each tensor that does not know its ``max_seqlen``, and to compare the
+    lengths of tensors with different j.
 
     Args:
         q, k, v: jagged (B, H, j, D), (B, Hkv, l, D) and (B, Hkv, l, Dv).
-        names: what the caller calls them.
-        equal_lengths: of an argument that wants queries and keys of equal lengths, what to say where they are not.
+        names: the caller's names for them.
+        equal_lengths: if not None, queries and keys must have equal lengths; the text of the error otherwise.
         options: those of `packed_attention`.
 
     Returns:
         o, jagged (B, H, j, Dv), with q's j; with ``return_lse`` also lse, jagged (B, H, j).
 
     Raises:
-        ValueError, TypeError: naming the argument, what came and what is allowed.
+        ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
         NotImplementedError: jagged tensors with holes; under torch.compile, different j that would have to be compared.
     """
     values, lengths, longest = packed_of(q, k, v, names, equal_lengths)
@@ -59,7 +59,7 @@ def jagged_attention(
 
 
 class PackedOf(NamedTuple):
-    """What jagged tensors are as a packed batch: (total, heads, head_dim) each of q, k and v, in views."""
+    """Jagged tensors as a packed batch: views of q, k and v, each (total, heads, head_dim)."""
 
     values: tuple[Tensor, Tensor, Tensor]
     lengths: Lengths
@@ -69,7 +69,7 @@ class PackedOf(NamedTuple):
 def packed_of(
     q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v"), equal_lengths: str | None = None
 ) -> PackedOf:
-    """Arguments and errors of `jagged_attention`."""
+    """Return jagged q, k and v as a packed batch; arguments and errors as for `jagged_attention`."""
     for name, x in zip(names, (q, k, v), strict=True):
         _check(name, x, names[0], q)
     if not _have_equal_lengths(k, v, names[2]):
@@ -92,7 +92,7 @@ def packed_of(
 
 
 def _as(q: Any, values: Tensor) -> Tensor:
-    """``values`` (H, total_q, ...) with q's ragged structure."""
+    """Return ``values`` (H, total_q, ...) with q's ragged structure."""
     return torch.nested.nested_tensor_from_jagged(
         values, q.offsets(), jagged_dim=2, min_seqlen=q._maybe_min_seqlen, max_seqlen=q._maybe_max_seqlen
     )
@@ -119,7 +119,7 @@ def _check(name: str, x: Any, first: str, q: Any) -> None:
 
 
 def _have_equal_lengths(a: Any, b: Any, name: str) -> bool:
-    """Of equal batch sizes. Those with the same ragged size have, and nobody looks at them."""
+    """True if a and b, of equal batch size, have equal lengths. Equal ragged sizes are not compared on the device."""
     if a.shape[2] == b.shape[2]:
         return True
     if is_compiling():

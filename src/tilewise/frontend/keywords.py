@@ -1,4 +1,4 @@
-"""Keywords that other attention functions have: what `tilewise.attention` calls them."""
+"""Hints for keywords of other attention functions: the names that tilewise uses."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ F = TypeVar("F", bound=Callable)
 
 
 def unexpected(function: str, names: Iterable[str]) -> TypeError:
-    """Python's own error for a keyword that ``function`` does not have, with what it has instead."""
+    """Return Python's error for an unknown keyword of ``function``, with a hint for the known names of other
+    libraries."""
     name = next(iter(names))
     hints, at = _HINTS, "tilewise."
     if function == "scaled_dot_product_attention":
@@ -101,7 +102,7 @@ def unexpected(function: str, names: Iterable[str]) -> TypeError:
 
 
 def too_many(function: str, taken: int, more: int) -> TypeError:
-    """Python's own error for arguments without a name after the first, with the names that they may have."""
+    """Return Python's error for too many positional arguments, with a hint to pass bias and mask by name."""
     return TypeError(
         f"{function}() takes {taken} positional arguments but {taken + more} were given; "
         f"tilewise.{function} takes the others by name: {_BIAS_OR_MASK}"
@@ -109,9 +110,11 @@ def too_many(function: str, taken: int, more: int) -> TypeError:
 
 
 def named_only(function: F, more: Mapping[str, Any] = MappingProxyType({}), after: str = "") -> F:
-    """``function``, whose ``**unknown`` is there to be refused by `unexpected` and no part of its signature, but for
-    ``more`` keywords, name and type, which are None by default and stand ``after`` another. Nor is its ``*others``,
-    before which all arguments are required."""
+    """Set the signature of ``function`` to its named parameters and return it.
+
+    ``**unknown``, which `unexpected` rejects, and ``*others`` are left out; parameters before ``*others`` are required.
+    ``more`` (name -> type) become keyword-only parameters with default None, after the parameter ``after``.
+    """
     signature = inspect.signature(function)
     named: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():

@@ -1,4 +1,5 @@
-"""`tilewise.attention` of more leading dimensions than a batch: flattened into one by views, or computed in parts."""
+"""`tilewise.attention` with more leading dimensions than a batch: merged into one by views, or split into several
+calls."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ def attention_of_leading(
     attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, bias: Bias, mask: Mask, sink: Tensor | None,
     dropout_p: float, dropout_seed: Seed, return_lse: bool, arguments: tuple | None, **options: Any,
 ) -> Any:  # fmt: skip
-    """``attend``, which takes (B, H, M, D), of q (..., H, M, D): arguments, results and errors of `tilewise.attention`.
+    """Return ``attend`` of q (..., H, M, D); ``attend`` takes (B, H, M, D). Errors as for `tilewise.attention`.
 
-    No tensor is copied or expanded. One call computes all where each tensor's leading dimensions merge into one by a
-    view, in their own order or in that of q's memory: where it is full along all of them, or along none. Else some
-    dimensions are taken apart, those that make the fewest calls. arguments: under which ``attend`` remembers a call, or
-    None where it does not.
+    No tensor is copied or expanded. A single call suffices if views can merge each tensor's leading dimensions, in
+    row-major order or in the order of q's strides; each tensor must be full, or broadcast, along all of them. Otherwise
+    the dimensions that give the fewest calls are split. arguments: the key under which ``attend`` caches a call, or
+    None.
     """
     whole: Any = (q, k, v, bias, mask, sink)
     lead = _check_qkv(q, k, v)
@@ -66,8 +67,8 @@ def attention_of_leading(
 
 
 class _Way(NamedTuple):
-    """How leading dimensions ``lead`` become one: ``split`` are taken apart, one call for each index; ``merged``, in
-    this order, become the batch of each call."""
+    """Split of the leading dimensions ``lead``: one call per index of ``split``; ``merged``, in this order, are its
+    batch."""
 
     lead: Size
     split: Size
@@ -79,12 +80,12 @@ class _Way(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """One call, in which the leading dimensions are one as they stand."""
+        """True if one call suffices, with the leading dimensions merged in row-major order."""
         return not self.split and self.merged == tuple(range(len(self.merged)))
 
     def apart(self, x: Tensor) -> list[Tensor]:
-        """Views (batch or 1, ...) of ``x``, for each call."""
-        if 0 in self.lead:  # of an empty one every expansion is empty
+        """Return views (batch or 1, ...) of ``x``, one for each call."""
+        if 0 in self.lead:  # if one size is 0, expanding copies nothing
             n = len(self.lead)
             return [x.expand(*self.lead, *x.shape[n:]).reshape(0, *x.shape[n:])]
         order = (*self.split, *self.merged)
@@ -92,14 +93,14 @@ class _Way(NamedTuple):
             x = x.permute(*order, *range(len(order), x.dim()))
         parts = [x]
         for i in self.split:
-            # unbind: its gradient is stacked once, where that of one index would be as large as x.
+            # unbind: its backward stacks the gradients once; indexing would give each one the size of x.
             rows = [part.unbind(0) if part.shape[0] != 1 else (part[0],) * self.lead[i] for part in parts]
             parts = list(chain.from_iterable(rows))
         n = len(self.merged)
         return [part.view(_product(part.shape[:n]), *part.shape[n:]) for part in parts]
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """(..., H, M, Dv) or (..., H, M) of the calls' results, which lie in memory as they lay."""
+        """Return (..., H, M, Dv) or (..., H, M) from the results of the calls, with their memory layout."""
         n = len(self.merged)
         parts = [x.view(*(self.lead[i] for i in self.merged), *x.shape[1:]) for x in parts]
         if not self.split:
@@ -116,12 +117,13 @@ class _Way(NamedTuple):
 
 
 def _way_of(lead: Size, tensors: Sequence[Tensor], ordered: bool) -> _Way:
-    """That of the fewest calls. ordered: sequences are counted as they come, not as they lie in memory."""
+    """Return the split with the fewest calls. ordered: batch elements must be counted in row-major order (for
+    dropout)."""
     every = tuple(range(len(lead)))
     if 0 in lead:
         return _Way(lead, (), every)
     long = [i for i in every if lead[i] != 1]
-    best = _Way(lead, every, ())  # which leaves nothing to merge
+    best = _Way(lead, every, ())  # no merged dimensions
     for split in chain.from_iterable(combinations(long, count) for count in range(len(long))):
         if _product([lead[i] for i in split]) >= best.calls:
             continue
@@ -137,7 +139,7 @@ def _way_of(lead: Size, tensors: Sequence[Tensor], ordered: bool) -> _Way:
 
 
 def _as_in_memory(x: Tensor, dims: Size) -> Size:
-    """``dims``, the one of the longest stride first. No key is sorted by: a compiler's symbols can only be compared."""
+    """Return ``dims`` in the order of decreasing strides. Symbolic sizes can be compared but not sorted by a key."""
     found: list[int] = []
     for i in dims:
         at = sum([x.stride(j) >= x.stride(i) for j in found])
@@ -146,7 +148,7 @@ def _as_in_memory(x: Tensor, dims: Size) -> Size:
 
 
 def _merges(x: Tensor, dims: Size, lead: Size) -> bool:
-    """Whether ``x`` is broadcast along all of ``dims``, or full along all and so laid out that they are one."""
+    """True if ``x`` broadcasts along all of ``dims``, or is full along all of them and a view can merge them."""
     dims = tuple([i for i in dims if lead[i] != 1])
     full = [i for i in dims if x.shape[i] != 1]
     if len(full) < len(dims):
@@ -155,7 +157,7 @@ def _merges(x: Tensor, dims: Size, lead: Size) -> bool:
 
 
 def _product(sizes: Sequence[int]) -> int:
-    """What math.prod is, of a compiler's symbols too."""
+    """Return math.prod of sizes that may be symbolic."""
     n = 1
     for size in sizes:
         n = n * size
@@ -166,7 +168,7 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Size:
-    """The leading dimensions; what the last three have to be, the call itself checks."""
+    """Return the leading dimensions, checked to be equal; `Problem` checks the last three."""
     lead = tuple(q.shape[:-3])
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
@@ -183,24 +185,24 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Size:
 
 
 def _are_tensors(bias: Any, mask: Any) -> bool:
-    """No terms and no masks by tiles; nothing is one too."""
+    """True if bias and mask are tensors or None."""
     return all(x is None or isinstance(x, Tensor) for x in (bias, mask))
 
 
 def _has_leading(x: object, n: int) -> bool:
-    """What has more dimensions than a sink of heads, and is no CausalBias."""
+    """True for a tensor with more dimensions than a sink per head, except a CausalBias."""
     return isinstance(x, Tensor) and x.dim() > n and not is_causal_bias(x)
 
 
 class _Limits(NamedTuple):
-    """What goes beside q, k and v, checked; tensors with each of the leading dimensions, of its size or 1."""
+    """Checks of bias, mask and sink; tensors are returned with all leading dimensions, each full or 1."""
 
     lead: Size
     sizes: Sizes
 
     def bias(self, x: Any, q: Tensor) -> Any:
         if isinstance(x, Term):
-            x.check(self.sizes, q.device)  # of one batch element: it is shared along all leading dimensions
+            x.check(self.sizes, q.device)  # with batch size 1: shared by all leading dimensions
             return x
         return x if x is None else self._tensor("bias", x)
 

@@ -1,4 +1,4 @@
-"""Packed batches: their arguments, read and checked, and the call that they become."""
+"""Arguments of packed batches, read and checked, and the call."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def packed_attention(
     exact: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`varlen_attention` for the doors, with its lengths in one; ``longest``: its maxima; exact: see `Problem`."""
+    """Return `varlen_attention` for public functions; ``longest``: (max_seqlen_q, max_seqlen_k); exact: see
+    `Problem`."""
     check_flag("return_lse", return_lse)
-    if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # on a CPU they are checked
+    if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # a CPU checks them
         longest = shared_longest(longest, **options)
     usual = PackedKey.of(q, k, v, lengths, longest, exact, options)
     found = None if usual is None else usual.again(return_lse)
@@ -70,8 +71,10 @@ def packed_attention(
 def shared_longest(
     longest: tuple[int, int], *, bias: Bias = None, mask: Tensor | None = None, validate: bool = False, **_: Any
 ) -> tuple[int, int]:  # fmt: skip
-    """Longest lengths that many batches have in common, where nothing has a shape of them: a call is prepared anew for
-    each, and batches of a training differ in theirs. At most 15 more up to 128, and an eighth or 127 above."""
+    """Return ``longest`` rounded up, so that batches of similar lengths share a prepared call.
+
+    Only if no tensor's shape depends on it. It grows by at most 15 up to 128, and above by at most 1/8 or 127.
+    """
     packed = bias is None or type(bias) is RaggedBias or (isinstance(bias, Tensor) and bias.dim() < 4)
     if not packed or mask is not None or validate or not all(type(n) is int for n in longest):
         return longest
@@ -102,7 +105,7 @@ def read_packed(
     validate: bool = False,
     **numbers: Unpack[Numbers],
 ) -> Call:
-    """The arguments of `varlen_attention`, read and checked, as `read_call` does those of `attention`."""
+    """Read and check the arguments of `varlen_attention`, as `read_call` does for `attention`."""
     check_flag("validate", validate)
     check_flag("causal", causal)
     if deterministic is None:
@@ -112,7 +115,7 @@ def read_packed(
     check_numbers(window, dropout_p=dropout_p, **numbers)
     if isinstance(mask, TileMask) or is_block_mask(mask):
         raise TypeError(
-            f"mask: varlen_attention takes no {type(mask).__name__} yet: its tiles would cross borders of sequences; "
+            f"mask: varlen_attention takes no {type(mask).__name__} yet: its tiles would cross sequence boundaries; "
             "pass a bool mask"
         )
     check_inputs(q, k, v, bias, mask, sink)
@@ -141,7 +144,7 @@ def read_packed(
             found = packed_dense(found, low_rank_of(found.slots, q, score), sizes, lengths)
         slots, forms, pairs = found
         inputs, score = with_slots(inputs, score, slots)
-        if slots.matrix is None:  # the bias is then the first of these
+        if slots.matrix is None:  # the first of these becomes the bias
             moved = "cols" if slots.cols is not None else "rows"
             forms = tuple("bias" if form == moved else form for form in forms)
         if pairs is not None:
@@ -157,7 +160,7 @@ def read_packed(
 
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k and v as a caller gave them."""
+    """Check q, k and v in the caller's shapes, (total, heads, head_dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if is_dtensor(x):
             raise NotImplementedError(f"{name}: packed batches take no DTensors; call it on local tensors")
@@ -188,6 +191,7 @@ def _longest(name: str, x: int) -> int:
 
 
 def _sink(sink: Tensor, q: Tensor, total: int) -> tuple[Tensor, tuple[str, ...]]:
+    """Return the sink with three dimensions, and ("sink",) if it is packed per query."""
     H = q.shape[1]
     if sink.dim() == 1 and sink.shape[0] in (1, H):
         return sink[None, :, None], ()
