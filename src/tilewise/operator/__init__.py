@@ -1,9 +1,11 @@
-"""What the operators share between their public functions and their kernels.
+"""The operators of PyTorch's dispatcher: their autograd, compilation, and use by PyTorch's tools.
 
-operator    an operator of PyTorch's dispatcher, declared once: schema, kernel, shapes, derivative, torch.func
-eager       whether a call may leave the dispatcher out, and how autograd hears of one that does
-prepared    what calls of a layout need once, kept by it
-seed        the operator that draws a seed of dropout
-explanation what the explanations of the operators share
-tools       what PyTorch's tools ask of an operator beside its numbers, with `flops`, `sharding`, `plain`, `scripting`
+custom_op   an operator, declared once: schema, kernel, fake kernel, derivative, torch.func
+autograd    the operators of attention
+dispatch    prepared forwards and backwards, cached by layout
+structure   calls that differ in their lengths only
+prepared    the cache
+eager       calls without the dispatcher
+seed        the operator that draws a dropout seed
+tools       PyTorch's tools: `flops`, `sharding`, `onnx`, `scripting`
 """

@@ -1,7 +1,7 @@
-"""The operators ``tilewise::attention`` and ``tilewise::attention_backward``, and how a call meets autograd.
+"""The operators ``tilewise::attention`` and ``tilewise::attention_backward``, and their autograd.
 
-`tilewise.operator.dispatch` computes both; under torch.compile they are opaque. An eager call on plain tensors takes an
-autograd.Function around the same two functions instead of the dispatcher.
+`tilewise.operator.dispatch` computes both; torch.compile does not trace into them. An eager call on plain tensors uses
+an autograd.Function with the same two functions instead of the dispatcher.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Wanted(NamedTuple):
 # --- the operators, which the dispatcher calls ---
 
 
-# An operator returns tensors only: an empty one stands for bits of o that there are none of; see `gradients_like` too.
+# Operators return tensors only: an empty tensor stands for absent low bits of o. See also `gradients_like`.
 
 
 def _forward(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -82,7 +82,7 @@ def _backward_fake(
 
 
 def _differentiable(inputs: Inputs) -> list[Tensor | None]:
-    """The inputs that `Needs` names, in its order."""
+    """Return the inputs named by `Needs`, in its order."""
     named = dict(zip(INPUT_NAMES, inputs.flat(), strict=True))
     return [named[name] for name in Needs._fields]
 
@@ -90,15 +90,15 @@ def _differentiable(inputs: Inputs) -> list[Tensor | None]:
 def _gradients(
     do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs
 ) -> Gradients:
-    """``saved``: the inputs' tensors and `Outputs`. No cotangent of o is one of zeros."""
-    if len(saved) == 9:  # of the usual call
+    """Return the gradients. ``saved``: the tensors of `Inputs`, then of `Outputs`. ``do`` None means zeros."""
+    if len(saved) == 9:  # without bias components, lengths or tiles
         q, k, v, bias, mask, sink, o, lse, o_low = saved
         inputs = Inputs(q, k, v, bias, mask, sink)
     else:
         *given, o, lse, o_low = saved
         inputs = Inputs.of(given)
     outputs = Outputs(o, lse, None if o_low is None or o_low.shape != o.shape else o_low)
-    # resolve_neg: a kernel would not see the sign of a cotangent whose memory holds its negative.
+    # resolve_neg: a kernel reads memory and would miss a tensor's negative bit.
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
     return backward_of(inputs, outputs, cotangents, terms, needs)(inputs, outputs, cotangents)
@@ -107,7 +107,7 @@ def _gradients(
 def _eager_gradients(
     do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs
 ) -> Sequence[Tensor | None]:
-    """The same in the backward of an eager call, which need not be one itself."""
+    """Return `_gradients` in the backward of an eager call, by the operator if this backward is not eager."""
     if not is_eager_backward(do, dlse):
         return _by_operator(saved, terms, do, dlse, list(needs))
     if profiler._is_profiler_enabled:
@@ -123,7 +123,7 @@ def _setup(ctx: Any, inputs: Inputs, terms: ScoreNumbers, output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    """The gradients of `Inputs.flat`."""
+    """Return the gradients of `Inputs.flat`."""
     asked = dict(zip(INPUT_NAMES, ctx.needs_input_grad, strict=False))
     grads = _by_operator(ctx.saved_tensors, ctx.terms, do, dlse, [asked[name] for name in Needs._fields])
     named = dict(zip(Needs._fields, grads, strict=True))
@@ -133,7 +133,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) ->
 def _by_operator(
     saved: Sequence[Any], terms: ScoreNumbers, do: Tensor | None, dlse: Tensor | None, needs: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """`Gradients` by the operator; as many as ``needs``, the first ones or all."""
+    """Return `Gradients` by the operator; ``needs`` may have only the first entries of `Needs`."""
     if do is None and dlse is None:
         return (None,) * len(needs)
     *given, o, lse, o_low = saved
@@ -159,8 +159,10 @@ announce("attention", "attention_backward")
 
 
 class _EagerAttention(torch.autograd.Function):
-    """``*tensors, call -> o`` or ``o, lse``: the tensors that `Needs` names, all of them or those before the parts;
-    call is (inputs, terms, what computes it, return_lse)."""
+    """Autograd function ``*tensors, call -> o`` or ``o, lse``.
+
+    The tensors are those of `Needs`, all or those before the bias components; call is (inputs, terms, run, return_lse).
+    """
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -181,9 +183,10 @@ class _EagerAttention(torch.autograd.Function):
 
 
 class _EagerFlattened(torch.autograd.Function):
-    """``q, k, v, bias, call -> o`` or ``o, lse`` of tensors with more leading dimensions than a batch. What computes
-    them takes views, of which autograd need not know; call is (inputs, terms, what computes them, the views' shapes,
-    return_lse)."""
+    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for more leading dimensions than a batch.
+
+    Autograd does not record the views passed to ``run``; call is (inputs, terms, run, shapes of the views, return_lse).
+    """
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -226,16 +229,18 @@ def _run(inputs: Inputs, run: Forward) -> tuple[Tensor, Tensor | None]:
 
 
 def _unflattened(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
-    """o with the leading dimensions of q, or o and the lse."""
+    """Return o, or o and the lse, with the leading dimensions of q."""
     lead = q.shape[:-3]
     o = o.view(*lead, *o.shape[1:])
     return o if lse is None else (o, lse.view(*lead, *lse.shape[1:]))
 
 
 class _EagerPacked(torch.autograd.Function):
-    """``q, k, v, bias, call -> o`` or ``o, lse`` of a packed batch as its caller has it: (total, H, D), and a bias that
-    lies in any way. Views lead to the `Inputs`, of which autograd need not know; call is (inputs, terms, what computes
-    them, return_lse)."""
+    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for a packed batch in the caller's shapes, (total,
+    H, D).
+
+    Autograd does not record the views in `Inputs`; call is (inputs, terms, run, return_lse).
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, bias, call):
@@ -263,12 +268,12 @@ class _EagerPacked(torch.autograd.Function):
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """(1, H, total, D) of rows (total, H, D)."""
+    """Return the view (1, H, total, D) of rows (total, H, D)."""
     return x.transpose(0, 1).unsqueeze(0)
 
 
 def _rows_of(o: Tensor, lse: Tensor | None) -> Any:
-    """o (total, H, Dv), or it and the lse (H, total)."""
+    """Return o (total, H, Dv), or o and the lse (H, total)."""
     o = o.squeeze(0).transpose(0, 1)
     return o if lse is None else (o, lse.squeeze(0))
 
@@ -281,9 +286,9 @@ _apply_packed = apply_of(_EagerPacked)
 def attention_op(
     inputs: Inputs, score: Score, deterministic: bool, backend: str, *, return_lse: bool = True, exact: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """``(o, lse)`` of a call whose numbers are checked; differentiable in its inputs but the mask, through o and lse.
+    """Return ``(o, lse)`` of a checked call, differentiable in all inputs but the mask, through o and lse.
 
-    Without ``return_lse`` nobody looks at the lse, and its place may hold anything. exact: see `Problem`.
+    Without ``return_lse``, lse is undefined. exact: see `Problem`.
     """
     terms = ScoreNumbers.of(score, deterministic, backend, exact)
     if not is_eager(inputs.tensors()):
@@ -293,7 +298,7 @@ def attention_op(
 
 
 def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend: str) -> Outputs:
-    """The same without a derivative, for who has a backward of its own: all that this one is given."""
+    """Return the `Outputs` of `attention_op` without autograd, for callers with their own backward."""
     terms = ScoreNumbers.of(score, deterministic, backend)
     if not is_eager(inputs.tensors()):
         o, lse, o_low = ATTENTION.watched(*inputs.flat(), *terms)
@@ -307,7 +312,7 @@ def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend
 def eager_attention(
     inputs: Inputs, terms: ScoreNumbers, run: Forward, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The same where `is_eager` has said yes, by ``run``, which `forward_of` gives."""
+    """Return `attention_op` of inputs that pass `is_eager`, computed by ``run`` from `forward_of`."""
     if profiler._is_profiler_enabled:
         run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
     if not is_differentiated(inputs.tensors()):
@@ -321,7 +326,7 @@ def eager_attention(
 def eager_flattened(
     inputs: Inputs, terms: ScoreNumbers, run: Forward, shapes: Sequence[tuple[int, ...]], return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`eager_attention` of inputs with more leading dimensions: ``run`` takes their views of these ``shapes``."""
+    """Return `eager_attention` of inputs with more leading dimensions; ``run`` takes views of these ``shapes``."""
     q, k, v, bias = inputs[:4]
     if is_differentiated((q, k, v, bias)):
         found = _apply_flattened(q, k, v, bias, (inputs, terms, run, shapes, return_lse))
@@ -334,7 +339,8 @@ def eager_flattened(
 def eager_packed(
     given: Sequence[Tensor | None], inputs: Inputs, terms: ScoreNumbers, run: Forward, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same of a packed batch with q, k, v and bias as they were ``given``; inputs are their views."""
+    """Return `eager_attention` of a packed batch; ``given``: q, k, v and bias of the caller; ``inputs``: their
+    views."""
     if is_differentiated(given):
         found = _apply_packed(*given, (inputs, terms, run, return_lse))
     else:

@@ -1,4 +1,4 @@
-"""An operator of PyTorch's dispatcher, declared once."""
+"""Declaration of an operator of PyTorch's dispatcher."""
 
 from __future__ import annotations
 
@@ -26,25 +26,23 @@ _SCHEMA_TYPES: dict[Any, str] = {
 
 
 class Operator:
-    """``tilewise::name``, registered with its kernel, its fake kernel and its derivative, and for torch.func.
+    """Operator ``tilewise::name`` with its kernel, fake kernel and derivative, also for torch.func.
 
-    Its arguments are the fields of ``records``, named tuples, in their order; the functions that it is made of get
-    them as these. A field that may be a record itself, or None, stands for the fields of that one, which are all None
-    where it is.
+    Its arguments are the fields of ``records``, in order; the functions below receive the records. A field that is
+    itself a record or None is replaced by the fields of that record, all None if the record is None.
 
     Args:
-        records: classes of named tuples.
-        results: how many tensors it returns.
+        records: named-tuple classes.
+        results: number of tensors returned.
         real: the kernel, ``(*records) -> results``.
-        fake: the same in shapes, dtypes and strides alone, for compilers and tensors without numbers.
-        setup: ``(ctx, *records, results)``, which keeps in ``ctx`` what ``backward`` reads.
-        backward: ``(ctx, *cotangents) -> gradients`` of the leading arguments. None: it has no derivative.
-        plain: ``real`` in PyTorch's own operators, for ONNX, which knows none but those.
-        part_of: the public function whose backward it is.
+        fake: the fake kernel: shapes, dtypes and strides only.
+        setup: ``(ctx, *records, results)``; saves in ``ctx`` what ``backward`` reads.
+        backward: ``(ctx, *cotangents) -> gradients`` of the leading arguments. None: no derivative.
+        plain: ``real`` in PyTorch's own operators, for ONNX.
+        part_of: the public function whose backward this operator is.
 
-    The transforms of torch.func do not know how to differentiate an operator whose derivative is written in Python: of
-    the tangents of torch.func.jvp nothing would be left, without a word. They know autograd.Function with a
-    setup_context, which they get in the operator's place.
+    torch.func cannot differentiate an operator whose derivative is written in Python: torch.func.jvp would silently
+    drop the tangents. An autograd.Function with a setup_context takes the operator's place under its transforms.
     """
 
     def __init__(
@@ -85,19 +83,19 @@ class Operator:
         self._transformed = _transformed(self, self._packet, keep, differentiate, no_tangents)
 
     def _read(self, arguments: Sequence[Any]) -> list[Any]:
-        """The records that the dispatcher's ``arguments`` are the fields of."""
+        """Return the records whose fields are the dispatcher's ``arguments``."""
         rest = iter(arguments)
         return [_filled(record, rest) for record in self._records]
 
     def __call__(self, *arguments: Any) -> Any:
-        """By the dispatcher, or by the transform of torch.func that is at work."""
+        """Call the dispatcher, or the autograd.Function under a transform of torch.func."""
         announce(self.name)
         return self._transformed.apply(*arguments) if _is_transformed() else self._packet(*arguments)
 
     def watched(self, *arguments: Any) -> Any:
-        """A public call at which a compiler, a tracer or a transform looks on."""
+        """Make a public call that is compiled, traced or transformed."""
         if not _is_transformed() and _have_tangents(arguments):
-            self.refuse_tangents()  # the operator would drop them
+            self.refuse_tangents()  # the operator would drop the tangents
         if self._plain is not None and exports_onnx():
             return self._plain(*self._read(arguments))
         return self(*arguments)
@@ -115,9 +113,11 @@ def operator_of_lists(
     name: str, real: Callable[..., Any], fake: Callable[..., Any], *, setup: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
-    """``tilewise::name``, whose arguments are those of ``real`` by its annotations, for compilers alone: where
-    `Operator` has a field for each tensor, it takes a list. setup, backward: as `torch.library.register_autograd` takes
-    them."""
+    """Define ``tilewise::name`` with arguments from the annotations of ``real``, for compilers only.
+
+    It may take lists of tensors, where `Operator` has one field per tensor. setup, backward: as for
+    `torch.library.register_autograd`.
+    """
     operator = torch.library.custom_op(f"tilewise::{name}", real, mutates_args=())
     operator.register_fake(fake)
     if backward is not None:
@@ -125,7 +125,7 @@ def operator_of_lists(
 
 
 def composed_operator(schema: str, made_of: Callable[..., Any]) -> None:
-    """Define ``tilewise::schema``, which a compiler replaces by the operators of PyTorch that ``made_of`` calls."""
+    """Define ``tilewise::schema``, which a compiler decomposes into the PyTorch operators called by ``made_of``."""
     _library.define(schema)
     _library.impl(schema.partition("(")[0], made_of, "CompositeImplicitAutograd")
 
@@ -133,8 +133,9 @@ def composed_operator(schema: str, made_of: Callable[..., Any]) -> None:
 def gradients_like(
     inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], q: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return what a backward's operator returns: tensors, with the strides that `fake_gradients_like` promises a
-    compiler. An empty tensor stands for a gradient that is not required.
+    """Return the tensors of a backward operator, with the strides that `fake_gradients_like` declares.
+
+    An empty tensor stands for a gradient that is not required.
     """
     pairs = zip(inputs, gradients, strict=True)
     return tuple(q.new_empty(0) if x is None or g is None else _like(x, g) for x, g in pairs)
@@ -152,22 +153,24 @@ def _like(x: Tensor, gradient: Tensor) -> Tensor:
 def fake_gradients_like(
     inputs: Sequence[Tensor | None], needs: Sequence[bool], q: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return `gradients_like` in shapes, dtypes and strides alone."""
+    """Return the fake result of `gradients_like`: shapes, dtypes and strides only."""
     pairs = zip(inputs, needs, strict=True)
     return tuple(torch.empty_like(x) if need and x is not None else q.new_empty(0) for x, need in pairs)
 
 
 @contextmanager
 def autograd_again() -> Iterator[None]:
-    """An operator runs below autograd, which records nothing there whatever the grad mode says. Within this context it
-    does, for who differentiates in a backward what that one is made of."""
+    """Let autograd record within an operator, for a backward that differentiates its own forward.
+
+    An operator runs below autograd, which records nothing there, whatever the grad mode.
+    """
     with torch._C._PreserveDispatchKeyGuard():
         torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
         yield
 
 
 def _inner(kind: Any) -> type | None:
-    """The record of a field that is one or None."""
+    """Return the record type of a field that is a record or None; None for other fields."""
     return next((x for x in get_args(kind) if hasattr(x, "_fields")), None)
 
 
@@ -181,7 +184,7 @@ def _fields(record: type) -> Iterator[tuple[str, Any]]:
 
 
 def _filled(record: type, values: Iterator[Any]) -> Any:
-    """A record with the next values of `_fields`."""
+    """Return a record filled with the next values of `_fields`."""
     found = []
     for _, kind in _hints(record):
         inner = _inner(kind)
@@ -198,15 +201,17 @@ def _hints(record: type) -> list[tuple[str, Any]]:
 def _autograd_kernel(
     operator: torch._ops.OpOverload, keep: Callable, differentiate: Callable, no_tangents: Callable
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return the operator as autograd knows it: what `torch.library.register_autograd` registers, for a tensor of
-    torch.func's transforms too. Within them Dynamo calls the operator itself, where torch.library raises an error.
+    """Return the Autograd kernel: that of `torch.library.register_autograd`, but also for tensors of torch.func's
+    transforms.
+
+    Within transforms Dynamo calls the operator itself, for which torch.library raises an error.
     """
 
     class Recorded(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *call):
             *arguments, keys = call
-            if torch._C._are_functorch_transforms_active():  # an outer one may differentiate too
+            if torch._C._are_functorch_transforms_active():  # an outer transform may differentiate too
                 with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                     output = below(keys, *arguments)
             else:
@@ -231,7 +236,7 @@ def _autograd_kernel(
             no_tangents()
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
             return below(keys, *arguments)
-        with enable_single_level_autograd_function():  # the level of the transform whose tensors these are
+        with enable_single_level_autograd_function():  # the level of the transform that owns these tensors
             return apply(*arguments, keys)
 
     return kernel
@@ -240,7 +245,7 @@ def _autograd_kernel(
 def _transformed(
     operator: Operator, packet: Callable, keep: Callable, differentiate: Callable, no_tangents: Callable
 ) -> type[torch.autograd.Function]:
-    """The operator as torch.func's transforms know it."""
+    """Return the operator as an autograd.Function for torch.func's transforms."""
 
     class Transformed(torch.autograd.Function):
         @staticmethod
@@ -259,7 +264,7 @@ def _transformed(
 
 
 def _one_by_one(call: Callable, size: int, in_dims: Sequence, arguments: Sequence) -> tuple[Any, Any]:
-    """``call`` for each of ``size`` elements along ``in_dims``, and the results along their dimension 0."""
+    """Return ``call`` of each of ``size`` elements along ``in_dims``, stacked along dimension 0."""
     pairs = [(x, dim if isinstance(x, Tensor) else None) for x, dim in zip(arguments, in_dims, strict=True)]
     calls = [call(*(x if dim is None else x.select(dim, i) for x, dim in pairs)) for i in range(size)]
     if isinstance(calls[0], Tensor):
@@ -269,7 +274,7 @@ def _one_by_one(call: Callable, size: int, in_dims: Sequence, arguments: Sequenc
 
 
 def _have_tangents(arguments: Sequence[Any]) -> bool:
-    """Return True if a tensor has a tangent of forward AD."""
+    """True if a tensor has a tangent of forward AD."""
     if forward_ad._current_level < 0:
         return False
     tensors = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
@@ -277,7 +282,7 @@ def _have_tangents(arguments: Sequence[Any]) -> bool:
 
 
 def _is_transformed() -> bool:
-    """A transform of torch.func other than functionalize, which takes operators alone, is at work."""
+    """True within a transform of torch.func, except functionalize, which only supports operators."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     return peek_interpreter_stack().key() != TransformType.Functionalize

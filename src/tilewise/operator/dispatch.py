@@ -1,7 +1,7 @@
-"""From a call to what computes it: its Problem, the plan, and what the plan's backend prepared, kept for the next.
+"""From a call to a prepared pass: its Problem, the plan, and the pass that the backend prepared, cached by layout.
 
-The key of a prepared pass is all that a Problem and a backend read of the tensors, and the `ScoreNumbers`. A second
-call is one look-up.
+The key of a prepared pass has all that a Problem and a backend read of the tensors, and the `ScoreNumbers`; a second
+call is one lookup.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from tilewise.spec.score import ScoreNumbers
 
 forwards: Prepared[Forward] = Prepared()
 backwards: Prepared[Backward] = Prepared()
-structures: Prepared[Variants] = Prepared()  # of those that can be resized
+structures: Prepared[Variants] = Prepared()  # of passes that can be resized
 
 
 def describe(inputs: Inputs, terms: ScoreNumbers, **more: Any) -> Problem:
+    """Return the Problem of a call; raises its errors."""
     if (inputs.seed is None) == (terms.dropout > 0):
         raise ValueError("seed: goes with dropout, and dropout with a seed")
     return Problem.of(*inputs, terms.score, deterministic=terms.deterministic, exact=terms.exact, **more)
 
 
 def forward_of(inputs: Inputs, terms: ScoreNumbers) -> Forward:
-    """What computes a forward of ``inputs``, and of all that lie as they do."""
+    """Return the prepared forward for ``inputs`` and all inputs of equal layout."""
     found = layouts(*inputs.tensors())
     key = (found, terms)
     run = forwards.get(key)
@@ -50,19 +51,21 @@ def forward_of(inputs: Inputs, terms: ScoreNumbers) -> Forward:
 
 
 def _structure(inputs: Inputs, found: tuple[Layout | None, ...]) -> Structure | None:
-    """found: the `layouts` of all tensors."""
+    """Return the `Structure` of a call, or None; found: the `layouts` of all tensors."""
     _, _, _, _, _, _, parts, seed, lengths, tiles = inputs
     return structure_of(*found) if parts is seed is lengths is tiles is None else None  # type: ignore[arg-type]
 
 
 def forward_variants(structure: Structure, terms: ScoreNumbers) -> Variants | None:
-    """What computes forwards of this structure, to make others of; None where there is none yet."""
+    """Return the prepared forwards of this structure that can be resized, or None."""
     return structures.get(("forward", structure.key, terms_key(terms)))
 
 
 def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
-    """Whether it is kept for others to be made of. Then its own layout gets one that is, too, which knows of less and
-    is quicker: in the next call, when its kernels are there."""
+    """Return True if the pass is kept as a variant to resize for other lengths.
+
+    If so, the next call prepares a pass for this layout from it, which checks less and is faster.
+    """
     if not getattr(run, "resizable", False):
         return False
     variants = structures.get(key) or structures.keep(key, Variants([]))
@@ -70,9 +73,9 @@ def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
 
 
 def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: ScoreNumbers, needs: Needs) -> Backward:
-    """What computes a backward, likewise."""
+    """Return the prepared backward for tensors of this layout."""
     found = layouts(*inputs.tensors(), outputs.o, outputs.lse, cotangents.o, cotangents.lse)
-    if outputs.o_low is not None:  # with dropout, and so of no structure
+    if outputs.o_low is not None:  # with dropout: no structure
         found += layouts(outputs.o_low)
     key = (found, terms, needs)
     run = backwards.get(key)
@@ -95,7 +98,7 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Sc
 
 
 def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:
-    """On the CPU, whose backends read any strides, none."""
+    """Return the operands with irregular strides; none on the CPU, where backends read any strides."""
     return () if inputs.q.is_cpu else irregular(*inputs[:4], do)
 
 

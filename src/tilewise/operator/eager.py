@@ -1,4 +1,4 @@
-"""Calls that leave the dispatcher out, whose way to a Python kernel costs tens of microseconds of host time."""
+"""Calls without the dispatcher, which takes tens of microseconds of host time to reach a Python kernel."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tilewise.spec.tensors import PLAIN
 
 _is_tracing = torch._C._is_tracing
 _is_transformed = torch._C._are_functorch_transforms_active
-_NO_COMPLEX = torch.bfloat16  # has no complex numbers, so that no memory holds its negatives; asking takes longer
+_NO_COMPLEX = torch.bfloat16  # no complex dtype, so no negative bit: saves is_neg(), which takes longer
 
 
 def is_eager(tensors: Sequence[Tensor | None]) -> bool:
-    """No compiler, no tracer and no transform looks on: nobody would miss the dispatcher. It also knows what to do with
-    a tensor that outlived its transform, or whose memory holds its negative (``z.conj().imag``).
+    """True if no compiler, tracer or transform is active, so that the dispatcher is not needed.
 
-    The first tensor is there, and the others are on its device, or the call is none.
+    The dispatcher also handles tensors that outlived their transform, or with the negative bit (``z.conj().imag``). The
+    first tensor must not be None; the others are on its device in a valid call.
     """
     if is_compiling():
         return False
@@ -39,7 +39,7 @@ def is_eager(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether somebody may ask for a gradient, or has tangents on the way, which autograd.Function refuses."""
+    """True if a gradient may be required, or tensors may have tangents, which autograd.Function rejects."""
     if is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:
@@ -48,17 +48,17 @@ def is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether tensors may have tangents of forward AD."""
+    """True if tensors may have tangents of forward AD."""
     return forward_ad._current_level >= 0
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without its steps for functorch, which `is_eager` leaves to the dispatcher."""
+    """Return ``function.apply`` without its functorch steps; `is_eager` leaves those calls to the dispatcher."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def is_batched(*tensors: Tensor | None) -> bool:
-    """One of them stands for a batch, as cotangents do under ``torch.autograd.grad(is_grads_batched=True)``."""
+    """True if a tensor is batched, as cotangents are under ``torch.autograd.grad(is_grads_batched=True)``."""
     for x in tensors:  # noqa: SIM110 (any() takes twice the time)
         if x is not None and (_is_wrapped(x) or _is_legacy_batched(x)):
             return True
@@ -66,8 +66,8 @@ def is_batched(*tensors: Tensor | None) -> bool:
 
 
 def is_eager_backward(*cotangents: Tensor | None) -> bool:
-    """The backward of an eager call is one too: not itself to be differentiated, not batched, no mode looks on, and no
-    compiled autograd, which traces backwards into a graph."""
+    """True if the backward of an eager call is eager: not differentiated, not batched, no mode, no compiled
+    autograd."""
     if is_compiling() or is_grad_enabled() or is_in_torch_dispatch_mode():
         return False
     for x in cotangents:  # noqa: SIM110

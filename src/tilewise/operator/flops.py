@@ -1,8 +1,8 @@
-"""FLOPs of the operators for `torch.utils.flop_counter`, counted as PyTorch counts those of its own attention: every
-score, hidden or not, and products alone. `tilewise.explain` counts the scores that the band leaves visible.
+"""FLOPs of the operators for `torch.utils.flop_counter`, counted as for PyTorch's own attention.
 
-Of a packed batch the scores are those of each sequence. Where the lengths have no numbers, all sequences are taken for
-the longest, as PyTorch takes them.
+Matrix products only, over all scores, masked or not; `tilewise.explain` counts the scores within the causal limit and
+window. Packed batches count the scores of each sequence; if the lengths have no values, all sequences count as the
+longest, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ Shape = Sequence[int]
 
 
 def _products(name: str, scores: Callable[[dict[str, Any]], int], head_dims: int, value_dims: int) -> Any:
-    """The formula of an operator that makes so many products of its scores over the head dimension, and over the value
-    dimension, whoever needs them: forward S and O, backward S, dQ and dK, and dP and dV."""
+    """Return the FLOP formula of an operator with this many products over the head and value dimensions.
+
+    Forward: S; and O. Backward: S, dQ and dK; and dP and dV.
+    """
 
     def formula(*arguments: Any, out_val: Any = None) -> int:
         named = _named(name, arguments)
@@ -31,7 +33,7 @@ def _products(name: str, scores: Callable[[dict[str, Any]], int], head_dims: int
 
 
 def _windows(named: dict[str, Any]) -> int:
-    """Scores of blocks and their windows, whole ones."""
+    """Return the number of scores of blocks and their windows; partial blocks count as full."""
     B, H, N, _ = named["q"].shape
     return B * H * -(-N // named["q_block"]) * named["q_block"] * named["k_block"]
 
@@ -42,7 +44,7 @@ def _named(name: str, arguments: Sequence[Any]) -> dict[str, Any]:
 
 
 def _scores(named: dict[str, Any]) -> int:
-    """Over all batch elements and heads."""
+    """Return the number of scores over all batch elements and heads."""
     q, keys, cu_q, cu_k, used = named["q"], named["v"].shape[2], named["cu_q"], named["cu_k"], named["used_k"]
     if cu_q is None:
         return prod(q.shape[:3]) * keys
@@ -65,11 +67,11 @@ _FORMULAS: dict[str, Any] = {
 
 
 def tell(names: Sequence[str]) -> None:
-    """Register the formulas of those of the operators ``names`` that have one, with counters at work too."""
+    """Register the FLOP formulas of the operators ``names``, also with active counters."""
     registries = [flop_counter.flop_registry]
     for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", None)
-        if isinstance(counter, flop_counter.FlopCounterMode):  # it has a copy, perhaps from before
+        if isinstance(counter, flop_counter.FlopCounterMode):  # it has a copy of the registry
             registries.append(counter.flop_registry)
     for name in _FORMULAS.keys() & names:
         operator = getattr(torch.ops.tilewise, name)

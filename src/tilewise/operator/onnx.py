@@ -1,5 +1,6 @@
-"""The operators in PyTorch's own, for who knows none but those: ONNX. They store the scores, which tilewise does not,
-and NaN or infinity in a hidden value comes through.
+"""The operators in PyTorch's own operators, for ONNX.
+
+Unlike tilewise, they store the scores, and NaN or infinity in a masked value reaches the output.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Maybe, mask: Maybe, sink: Maybe, parts: Parts | None, seed: Maybe,
     lengths: Lengths | None, tiles: TileTensors | None, score: Score,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``(o, lse)``. The heads of a group are an axis of their own: (B, Hkv, G, M, N) scores."""
+    """Return ``(o, lse)``. The heads of a group are an axis of their own: scores are (B, Hkv, G, M, N)."""
     if lengths is not None:
         raise NotImplementedError("varlen_attention: packed batches have no form in ONNX; export a model with padding")
     if tiles is not None:
@@ -72,7 +73,7 @@ def softmax(x: Tensor, scale: float, bias: Maybe, mask: Maybe, dim: int) -> Tens
 
 
 def _softmax(s: Tensor, dim: int) -> Tensor:
-    """A row that sees nothing is 0."""
+    """Return the softmax; a row in which everything is -inf is 0."""
     return torch.softmax(s, dim).masked_fill((s == -torch.inf).all(dim, keepdim=True), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What calls need once and not each time, kept by all that it depends on."""
+"""Cache of what calls prepare once per layout."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ LIMIT = 4096
 
 
 class Prepared(dict[tuple, T]):
-    """At most `LIMIT` of them: one more, and all are forgotten. A look-up is a dictionary's own.
+    """Cache of at most `LIMIT` entries, cleared when full; a lookup is a plain dictionary lookup.
 
-    Threads share it, and values live on: docs/architecture.md says what these may hold.
+    Threads share it, and values stay alive: docs/architecture.md says what they may hold.
     """
 
     def keep(self, key: tuple, value: T) -> T:

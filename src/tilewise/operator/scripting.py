@@ -1,4 +1,4 @@
-"""torch.jit.script, which takes no keyword-only arguments and no choice by dtype or device: refused by name."""
+"""Rejection of torch.jit.script, which supports neither keyword-only arguments nor a choice by dtype or device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 def refuse(function: Callable[..., Any]) -> None:
-    """Make torch.jit.script say of ``function`` what to use in its place, where it gave up on the signature."""
+    """Make torch.jit.script of ``function`` raise an error that names the alternatives."""
 
     def prepare() -> NoReturn:
         raise NotImplementedError(

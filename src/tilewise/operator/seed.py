@@ -1,4 +1,4 @@
-"""The operator ``tilewise::drawn_seed``: a seed of dropout that a compiled backward does not draw again."""
+"""The operator ``tilewise::drawn_seed``: a dropout seed that a compiled backward does not draw again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BITS = 62
 
 
 def drawn_seed(q: Tensor) -> Tensor:
-    """Draw a seed (2,), int64, from torch's generator on q's device; the host does not wait for it."""
-    # Within a transform torch.randint follows vmap's argument randomness.
+    """Draw a seed (2,), int64, from torch's generator on q's device, without host synchronization."""
+    # Within a transform torch.randint follows vmap's ``randomness``.
     if (is_compiling() or is_in_torch_dispatch_mode()) and not torch._C._are_functorch_transforms_active():
         seed: Tensor = torch.ops.tilewise.drawn_seed(q)
         return seed
@@ -29,9 +29,9 @@ def drawn_seed(q: Tensor) -> Tensor:
 def _draw(q: Tensor) -> Tensor:
     """Draw the numbers that torch.randint draws.
 
-    AOTAutograd's partitioner recomputes random operators in the backward where ``activation_memory_budget`` is below 1,
-    with other numbers than the forward's (pytorch#190758). It never merges ``aten.empty`` with another, so that two
-    calls draw two seeds; and Inductor does not replace ``aten.random`` by a generator of its own, which has no mark.
+    AOTAutograd's partitioner recomputes random operators in the backward if ``activation_memory_budget`` is below 1,
+    with other numbers than in the forward (pytorch#190758). It never merges two ``aten.empty``, so two calls draw two
+    seeds. Inductor does not replace ``aten.random`` by its own generator, whose nodes have no mark.
     """
     with _kept():
         return torch.ops.aten.random.to(torch.empty(2, dtype=torch.int64, device=q.device), 1 << _BITS)
@@ -39,10 +39,12 @@ def _draw(q: Tensor) -> Tensor:
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Mark the traced nodes as saved for the backward. With a budget of 0 the partitioner saves nothing but the inputs
-    of the graph; it then restores the generator's state, as for activation checkpointing, if it is told to recompute.
+    """Mark the traced nodes as saved for the backward.
+
+    With a budget of 0 the partitioner saves only the inputs of the graph; if told to recompute, it then restores the
+    generator's state, as for activation checkpointing.
     """
-    from torch._functorch import config  # loaded where something is compiled
+    from torch._functorch import config  # imported only to compile
 
     keep = config.activation_memory_budget > 0
     meta = traceback.current_meta

@@ -1,10 +1,9 @@
-"""Where DTensors of attention may lie: split along the batch or along the heads, or whole; along each axis of a mesh.
+"""Placements of DTensors for attention: split along the batch or the heads, or replicated, per axis of a mesh.
 
-Inputs that lie otherwise, along a sequence too, are brought there by DTensor first. A bias, mask or sink is split where
-it has that axis and whole where it broadcasts; the gradient of what is whole is then a sum over the devices, `Partial`,
-in its own dtype.
+DTensor redistributes inputs with other placements first. A bias, mask or sink is split if it has that axis, and
+replicated if it broadcasts; its gradient is then a sum over the devices, `Partial`, in its own dtype.
 
-Whoever imports this module has DTensor, and registers the placements for it.
+Importing this module registers the placements.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from tilewise.spec.seqlens import Lengths
 
 BATCH, HEADS = 0, 1
 
-# What DTensor shows of a tensor: its global shape and its mesh; None for a tensor that is not there.
+# DTensor's view of a tensor: its global shape and its mesh; None for an absent tensor.
 Spec = Any
 Choice = tuple[list[Placement | None], list[Placement | None]]  # of the outputs, of the arguments
 
 
-# Beside q, k and v: what else attention takes, in the operators' order, and what of all has a gradient.
+# Operands besides q, k and v, in the operators' order; below, those with a gradient.
 OPERANDS = ("bias", "mask", "sink", *Parts._fields, "seed", *Lengths._fields, *TileTensors._fields)
 DIFFERENTIATED = ("bias", "sink", *DIFFERENTIABLE)
 
 
 class ShardLayout(NamedTuple):
-    """Placements along one axis of a mesh: of what has query heads, of k and v, of each of `OPERANDS`."""
+    """Placements along one axis of a mesh: of tensors with query heads, of k and v, and of each of `OPERANDS`."""
 
     q: Placement
     kv: Placement
@@ -73,16 +72,16 @@ def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Shar
     yield ShardLayout(whole, whole, tuple(None if x is None else whole for x in operands))
     yield ShardLayout(Shard(BATCH), Shard(BATCH), split(BATCH))
     heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
-    if kv_heads == 1 < heads:  # they share one key/value head, which everybody keeps
+    if kv_heads == 1 < heads:  # the key/value head is replicated
         yield ShardLayout(Shard(HEADS), whole, split(HEADS))
     elif kv_heads == heads or groups_stay_together(kv_heads, tuple(q.mesh.shape)):
         yield ShardLayout(Shard(HEADS), Shard(HEADS), split(HEADS))
 
 
 def groups_stay_together(kv_heads: int, mesh: tuple[int, ...]) -> bool:
-    """Over whichever axes of the mesh heads are split, a query head meets its key/value head.
+    """True if each query head is on the device of its key/value head, over any axes that heads are split along.
 
-    They are split over at most as many devices as there are key/value heads.
+    Heads are split over at most as many devices as there are key/value heads.
     """
     counts = {prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)}
     return all(kv_heads % count == 0 for count in counts if count <= kv_heads)
@@ -95,22 +94,22 @@ def _gradient(placement: Placement | None, split: bool) -> Placement:
 @register_sharding(torch.ops.tilewise.attention.default)
 def _forward(q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
     operands, terms = others[: len(OPERANDS)], others[len(OPERANDS) :]
-    whole = Replicate()  # bits of o that are empty without dropout, which takes no DTensors
+    whole = Replicate()  # low bits of o: empty without dropout, which does not support DTensors
     return [([at.q, at.q, whole], [*at.inputs, *(None,) * len(terms)]) for at in _layouts(q, k, operands)]
 
 
 @register_sharding(torch.ops.tilewise.attention_backward.default)
 def _backward(do: Spec | None, dlse: Spec | None, q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
-    """others: the rest of the inputs, o, lse and its low bits, the terms, and which gradients are needed."""
+    """Return the choices of the backward; others: other inputs, o, lse, low bits of o, terms, and needs."""
     operands, terms_and_needs = others[: len(OPERANDS)], others[len(OPERANDS) + 3 :]
-    saved = None if others[len(OPERANDS) + 2] is None else Replicate()  # the bits of o, as empty
+    saved = None if others[len(OPERANDS) + 2] is None else Replicate()  # low bits of o, empty
     *_, needs = terms_and_needs
     choices: list[Choice] = []
     for at in _layouts(q, k, operands):
         cotangents = [None if x is None else at.q for x in (do, dlse)]
         arguments = [*cotangents, *at.inputs, at.q, at.q, saved, *(None,) * len(terms_and_needs)]
         split = at.q != Replicate()
-        # A gradient that nobody needs is empty, and the same everywhere.
+        # A gradient that is not required is empty and replicated.
         gradients: list[Placement | None] = [
             _gradient(placement, split) if need else Replicate()
             for placement, need in zip(at.differentiated, needs, strict=True)

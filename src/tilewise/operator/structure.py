@@ -1,9 +1,9 @@
-"""What a call is apart from its lengths: what may be prepared once for all of them.
+"""Structure of a call: all but its lengths, so that one prepared pass serves many lengths.
 
-A cache that grows by a key a step, or batches whose longest sequence differs, bring a new layout with each call. Calls
-of one structure (`structure_of`) are computed by the same backend, and their `Problem`s differ in the numbers of
-queries and keys, and in what follows from them: in the band, and in the axes of a bias or mask. So a pass that was
-prepared for one of them may be `resized` for another, where the backend finds that nothing it has compiled in changes.
+Decoding with a growing cache, or batches with different longest sequences, bring a new layout with each call. Calls of
+one structure (`structure_of`) use the same backend; their `Problem`s differ only in the numbers of queries and keys and
+what follows from them: causal limits, window and the axes of a bias or mask. A prepared pass can then be `resized` for
+another call, if the backend finds that nothing compiled in changes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tilewise.backends.protocol import Structure
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import ScoreNumbers
 
-_WIDE = 2**23  # strides from which offsets inside a tile may need 64 bits
-MOST_VARIANTS = 16  # of a structure: what lengths decide of it has fewer cases
-_MOST = 2**29  # elements of all heads' rows, far from where a backend counts in more than 32 bits
+_WIDE = 2**23  # strides from which offsets within a tile may need 64 bits
+MOST_VARIANTS = 16  # per structure; the lengths distinguish fewer cases
+_MOST = 2**29  # elements of the rows of all heads; below it every backend counts in 32 bits
 
 
-# How a tensor lies: shape, dtype, device, strides, and its address modulo 16, of a CPU's 0.
+# Layout of a tensor: shape, dtype, device, strides, and address modulo 16 (0 on a CPU).
 Layout = tuple[tuple[int, ...], Any, Any, tuple[int, ...], int]
 
 
 def layouts(*tensors: Tensor | None) -> tuple[Layout | None, ...]:
-    """Of tensors, as `tilewise.backends` means it; a CPU's backends read any address alike."""
+    """Return the layout of each tensor. On the CPU addresses are 0, because its backends read any address alike."""
     first = tensors[0]
     if first is not None and first.is_cuda:  # what `address` would ask of each
         return tuple([
@@ -45,9 +45,9 @@ def structure_of(
     q: Layout, k: Layout, v: Layout, bias: Layout | None, mask: Layout | None, sink: Layout | None,
     *more: Layout | None,
 ) -> Structure | None:  # fmt: skip
-    """Of a call with q, k, v, bias, mask and sink alone, whose shapes fit; None of any other.
+    """Return the structure of a call with q, k, v, bias, mask and sink only, whose shapes fit; None for other calls.
 
-    more: of a backward, those of o and the LSE, and of their cotangents.
+    more: in a backward, the layouts of o and the LSE, and of their cotangents.
     """
     q_shape, q_dtype, q_device, q_strides, q_begin = q
     k_shape, k_dtype, k_device, k_strides, k_begin = k
@@ -60,7 +60,7 @@ def structure_of(
         return None
     if k_shape != (batch, kv_heads, N, head_dim) or v_batch != batch or not (M and N):
         return None
-    # Of their bits all that follows asks: a power of two is reached by all together if it is by one.
+    # Checks below read only bits of the strides: if one reaches a power of two, so does their bitwise or.
     strides = qb | qh | qm | kb | kh | kn | vb | vh | vn
     wide = (False, False)
     if (strides | qd | kd | vd | heads * (M + N) * (head_dim + value_dim)) >= _WIDE:
@@ -71,13 +71,13 @@ def structure_of(
     if 2 * batch * heads * (M + N + 256) >= _MOST:
         return None
     few = M <= 64 and 16 * M <= N  # `Problem.few_queries`
-    # Nearly all have rows without gaps, multiples of 16 apart: then there is nothing to tell one by one.
+    # Common case: contiguous rows, other strides multiples of 16. One code then stands for all strides.
     usual = qd == kd == vd == 1 and not strides & 15 and qb and qh and qm and kb and kh and kn and vb and vh and vn
     key: tuple = (
         batch, heads, kv_heads, head_dim, value_dim, q_dtype, k_dtype, v_dtype, q_device, k_device, v_device,
         0 if usual else _codes((*q_strides, *k_strides, *v_strides)), qh < qm, kh < kn, vh < vn,
         q_begin, k_begin, v_begin, wide, M if few else M == 1, few, N == 1,
-        # strides of what is made, or factors of them
+        # strides of tensors that a pass allocates, or factors of them
         0 if not (head_dim | value_dim) & 15 else _codes((M * head_dim, M * value_dim, N * head_dim, N * value_dim)),
     )  # fmt: skip
     if bias is not None or mask is not None or sink is not None:
@@ -112,7 +112,7 @@ def structure_of(
         key += (
             o_dtype, o_device, do_dtype, do_device, 0 if usual else _codes((*o_strides, *do_strides)), oh < om, dh < dm,
             o_begin, do_begin, lse_dtype, lse_device, lse_begin,
-            # That of a forward has no gaps and is read by pointer alone.
+            # The LSE of a forward is contiguous and read by pointer.
             0 if lse_strides == (heads * M, M, 1) else _codes(lse_strides),
         )  # fmt: skip
         found = (*found, o_shape, o_strides, lse_shape, lse_strides, do_shape, do_strides)
@@ -126,31 +126,33 @@ def structure_of(
 
 
 def _codes(strides: Sequence[int]) -> tuple[int, ...]:
-    """Of each stride whether it is 0 or 1, and the power of two that divides it, up to 16: whether TMA can step by it,
-    whether a kernel is compiled for multiples of 16."""
+    """Return a code per stride: 0, 1, or the largest power of two up to 16 that divides it.
+
+    It tells if TMA can step by the stride and if a kernel may be specialized for multiples of 16.
+    """
     return tuple([x if x < 2 else (x & -x & 15) | 16 for x in strides])
 
 
 def _broadcast_codes(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The same; nobody steps along an axis of size 1."""
+    """Return `_codes`, with 0 for axes of size 1, whose stride does not matter."""
     return _codes([0 if n == 1 else s for n, s in zip(shape, strides, strict=True)])
 
 
 def terms_key(terms: ScoreNumbers) -> tuple:
-    """The same of terms: the limits of the band may differ."""
+    """Return the key of terms within a structure: causal and window limits count only by being set."""
     return terms[0] is None, terms[1] is None, terms[2:]
 
 
-_changing = threading.Lock()  # of `Variants`, which threads share: those that read take no lock
+_changing = threading.Lock()  # guards changes of `Variants`, which threads share; reading needs no lock
 
 
 class Variants(NamedTuple):
-    """Passes that were prepared for calls of a structure, each with its problem."""
+    """Prepared passes of one structure, each with its problem."""
 
     prepared: list[tuple[Problem, Any]]
 
     def add(self, problem: Problem, run: Any) -> bool:
-        """False where there are `MOST_VARIANTS` already."""
+        """Add a pass; return False if there are `MOST_VARIANTS` already."""
         with _changing:
             if len(self.prepared) >= MOST_VARIANTS:
                 return False
@@ -158,11 +160,11 @@ class Variants(NamedTuple):
             return True
 
     def resized(self, structure: Structure, terms: ScoreNumbers, *tensors: Any) -> Any | None:
-        """One for another call, if a backend finds that it can make it of one that is there."""
+        """Return a pass resized from one of these for another call; None if no backend can."""
         for n, found in enumerate(tuple(self.prepared)):
             made = found[1].resized(structure, terms.lo, terms.hi, *tensors)
             if made is not None:
-                if n > 0:  # the next one, which has about as many, will be made of it too
+                if n > 0:  # the next call, probably of similar lengths, tries it first
                     with _changing:
                         self.prepared[:] = [found, *(x for x in self.prepared if x is not found)]
                 return made

@@ -1,7 +1,6 @@
-"""What PyTorch's tools ask of an operator beside its numbers: FLOPs, a row in a profile, placements of DTensors, names
-in the graphs of torch.fx and ONNX.
+"""PyTorch's tools that handle operators: FLOP counters, profiles, DTensor placements, torch.fx and ONNX graphs.
 
-They are told when they are in use; none of them is imported for it.
+Operators register with a tool only when it is in use; no tool is imported for it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 
 def announce(*names: str) -> None:
-    """Before the operators ``names`` are called by the dispatcher, where a tool may look on."""
+    """Register the operators ``names`` with active tools; called before a call by the dispatcher."""
     if "torch.utils.flop_counter" in sys.modules and not torch.compiler.is_compiling():
         from tilewise.operator import flops
 
@@ -26,21 +25,21 @@ def announce(*names: str) -> None:
 
 
 def exports_onnx() -> bool:
-    """ONNX knows none of the operators: `tilewise.operator.onnx` has them in PyTorch's own."""
+    """True during an export to ONNX, which uses `tilewise.operator.onnx` because it knows none of the operators."""
     return (torch.compiler.is_compiling() or torch._C._is_tracing()) and torch.onnx.is_in_onnx_export()
 
 
 def is_symbolic(*arguments: object) -> bool:
-    """One of them is a name in the graph that torch.fx.symbolic_trace records."""
+    """True if an argument is a Proxy of torch.fx.symbolic_trace."""
     return any(isinstance(x, torch.fx.Proxy) for x in arguments)
 
 
 def symbolic(function: Callable, *arguments: Any, **named: Any) -> Any:
-    """A call of ``function`` in the graph that torch.fx records."""
+    """Return a call of ``function`` as a node of the graph that torch.fx records."""
     return torch.overrides.handle_torch_function(function, (*arguments, *named.values()), *arguments, **named)
 
 
 def recorded(name: str, tensors: Sequence[Tensor | None], function: Callable, *arguments: Any) -> Any:
-    """``function(*arguments)``, of which a profile tells as of the operator ``name`` on ``tensors``."""
+    """Return ``function(*arguments)``, recorded in a profile as the operator ``name`` on ``tensors``."""
     with _RecordFunctionFast(name, list(tensors)):
         return function(*arguments)
