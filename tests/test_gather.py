@@ -306,7 +306,7 @@ def test_what_is_not_gathered(monkeypatch, reason):
     found = dynamic_mask(torch.randn(more.pop("scores")), keep=more.pop("keep"), causal=True, queries=q.shape[2])
     told = explain(q, k, v, mask=found, **more)
     assert told.gather.startswith(reason)
-    assert f"  kept keys are not gathered: {reason}" in str(told)
+    assert f"  selected keys are not gathered: {reason}" in str(told)
     assert told.problem == told.plan.problem
     if "dropout_p" not in more:
         expected = attention(q, k, v, mask=found.dense(), **more)
@@ -319,7 +319,7 @@ def test_explain(causal):
     found = dynamic_mask(torch.randn(1, 2, 1, 300), keep=30, causal=causal)
     told = explain(q, k, k, mask=found, bias=torch.zeros(1, H, 1, 300), sink=torch.zeros(B, H, 300), causal=causal)
     many = "each of 5 chunks of 60 queries at most 128" if causal else "all queries 30"
-    assert f"  kept keys are gathered: for {many} of 300" in str(told)
+    assert f"  selected keys are gathered: for {many} of 300" in str(told)
     assert "  q (2, 4, 300, 8)" in str(told)
     seen = found.dense().sum().item() * B * H // 2
     assert told.forward.flops == seen * 4 * 8

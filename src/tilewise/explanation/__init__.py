@@ -1,5 +1,7 @@
-"""explain() and explain_varlen(): what a call would do and what limits its speed, without running it.
+"""explain() and explain_varlen(): backend, tiles, FLOPs and bytes of a call, and what limits its speed.
 
-attention  the explanation of a call of attention
-shared     what the explanations of attention, matmul and softmax share
+attention  the two functions
+text       the explanation and its text
+work       FLOPs, bytes, and limits of devices
+shared     helpers also used for matmul and softmax
 """

@@ -1,4 +1,4 @@
-"""explain(): what a call will do and what limits it, in words, without running it."""
+"""explain() and explain_varlen(): describe a call of attention without running it."""
 
 from __future__ import annotations
 
@@ -58,26 +58,32 @@ def explain(
     limits: tuple[float, float] | None = None,
     **numbers: Unpack[Numbers],
 ) -> Explanation:
-    """What `tilewise.attention` would do with these arguments: backend, tiles, FLOPs, bytes, and what limits them.
+    """Return the backend, tiles, FLOPs and bytes of a call of `tilewise.attention`, and what limits its speed.
 
-    Nothing is computed; of the tensors their shapes, dtypes, device and requires_grad are read, and of the mask its
-    elements, if it has some. Under `torch.autocast` q, k and v are cast, as they are for the call.
+    Nothing is computed. Only shapes, dtypes, device and requires_grad of the tensors are read, and the elements of the
+    mask. Under `torch.autocast` q, k and v are cast, as for the call.
 
     Args:
         q, k, v, bias, mask, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend: as
-            for `tilewise.attention`. Tensors on the meta device serve as well, together with ``device=``. A bias of low
-            rank shows as what it becomes: wider q and k. Of jagged nested tensors the lengths are read, as
-            `explain_varlen` does, and so need elements. Beside q on the meta device a TileMask may lie on the CPU.
-        return_lse: changes nothing: the LSE is computed and written in any case.
+            for `tilewise.attention`. Tensors may be on the meta device, together with ``device=``; a TileMask may then
+            be on the CPU. A low-rank bias is shown as wider q and k. Lengths of jagged tensors are read, as by
+            `explain_varlen`, so these tensors need elements.
+        return_lse: has no effect: the LSE is always computed and written.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
-        limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet's of an A100, H100 or H200 (SXM), for
-            16-bit tensors; elsewhere they are not known, and the bound is given as a condition.
+        limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet of an A100, H100 or H200 (SXM), for 16-bit
+            tensors; for others no bound is computed, only the intensity at which it changes.
 
     Returns:
         Explanation; print it.
 
     Raises:
-        ValueError, TypeError: as `tilewise.attention`, and for a device or limits of another form.
+        ValueError, TypeError: as for `tilewise.attention`, and for an invalid device or limits.
+
+    Examples:
+        >>> q = torch.empty(2, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+        >>> print(tilewise.explain(q, q, q, causal=True, device="sm_90"))
+        attention on cuda (compute capability 9.0), bfloat16
+        ...
 
     Source: the roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009).
     """
@@ -97,7 +103,7 @@ def explain(
     listed = None
     if isinstance(mask, TileMask) and isinstance(q, Tensor) and q.is_meta and mask.device.type == "cpu":
         listed, mask = mask.tensors, mask.to("meta")
-    with torch.enable_grad():  # what is made of a trained table asks for a gradient as the table does
+    with torch.enable_grad():  # bias components computed from a trained table must require grad too
         call = read_call(
             q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,
             dropout_seed=dropout_seed, deterministic=deterministic, backend=backend, **numbers,
@@ -124,7 +130,7 @@ def explain(
 
 
 def _gathered(problem: Problem, computed: Problem, forward: Work, backward: Work) -> tuple[Work, Work]:
-    """Works of what is computed, with the gathering of keys and values, and the adding up of their gradients."""
+    """Return both works plus the traffic of gathering keys and values and of adding up their gradients."""
 
     def keys_and_values(p: Problem) -> int:
         return p.batch * p.kv_heads * p.keys * (p.head_dim + p.value_dim) * p.dtype.itemsize
@@ -150,23 +156,33 @@ def explain_varlen(
     limits: tuple[float, float] | None = None,
     **options: Any,
 ) -> Explanation:
-    """`explain` of `tilewise.varlen_attention`: FLOPs and bytes of every sequence, added up.
+    """Return `explain` of a call of `tilewise.varlen_attention`: FLOPs and bytes summed over the sequences.
 
     Args:
         q, k, v: as for `varlen_attention`; also on the meta device, together with ``device=``.
-        cu_seqlens_q, cu_seqlens_k, seqused_k: as there. They are read, for which the host waits on a GPU, and so need
-            elements: beside tensors on the meta device they lie on the CPU.
-        max_seqlen_q, max_seqlen_k: as there.
+        cu_seqlens_q, cu_seqlens_k, seqused_k: as for `varlen_attention`. Their elements are read: on a GPU the host
+            synchronizes; pass them on the CPU if q, k and v are on the meta device.
+        max_seqlen_q, max_seqlen_k: as for `varlen_attention`.
         device, limits: as for `explain`.
-        options: the other keywords of `varlen_attention`. What a mask hides is not looked at.
+        options: the other keywords of `varlen_attention`. Masked scores are counted as visible.
+
+    Returns:
+        Explanation; print it.
 
     Raises:
-        ValueError, TypeError: as `varlen_attention`, and as `explain`.
+        ValueError, TypeError: as for `varlen_attention` and `explain`.
+
+    Examples:
+        >>> q = torch.empty(300, 16, 128, dtype=torch.bfloat16, device="meta")
+        >>> offsets = torch.tensor([0, 100, 300], dtype=torch.int32)
+        >>> print(tilewise.explain_varlen(q, q, q, offsets, offsets, 200, 200, device="sm_90"))
+        attention on cuda (compute capability 9.0), bfloat16
+        ...
     """
     allowed = inspect.signature(read_packed).parameters.keys() | Numbers.__annotations__.keys() | {"return_lse"}
     if unknown := [name for name in options if name not in allowed or name in ("lengths", "longest")]:
         raise unexpected("explain_varlen", unknown)
-    options.pop("return_lse", None)  # changes nothing
+    options.pop("return_lse", None)  # it has no effect
     read = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
     for argument, x in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), read, strict=False):
         if x is not None:
@@ -196,7 +212,7 @@ def explain_varlen(
 
 
 def _operand_bytes(call: Call, problem: Problem) -> tuple[int, int]:
-    """Of a packed batch: bytes of what there is beside q, k and v, once, and of the gradients that are asked for."""
+    """Return the bytes of all operands besides q, k and v of a packed batch, and of their required gradients."""
     inputs, parts = call.inputs, call.inputs.parts or NO_PARTS
     sizes = {"bias": inputs.bias, "mask": inputs.mask, "sink": inputs.sink, **parts._asdict()}
     found = {name: x.numel() * x.element_size() for name, x in sizes.items() if x is not None}
@@ -206,7 +222,7 @@ def _operand_bytes(call: Call, problem: Problem) -> tuple[int, int]:
 
 
 def _problem_of(call: Call, device: str | None) -> tuple[Problem, str | None]:
-    """The problem of a call, and the name of the GPU that its tensors are on."""
+    """Return the problem of a call, and the name of its tensors' GPU, or None."""
     q, bias, sink = call.inputs.q, call.inputs.bias, call.inputs.sink
     parts = call.inputs.parts or NO_PARTS
     asking = [name for name in DIFFERENTIABLE if (x := getattr(parts, name)) is not None and x.requires_grad]

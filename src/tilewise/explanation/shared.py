@@ -1,4 +1,4 @@
-"""What the explanations of attention, matmul and softmax share."""
+"""Helpers of the explanations of attention, matmul and softmax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ P = TypeVar("P")
 
 
 class Lines:
-    """``str()`` of it is its lines."""
+    """Base class whose ``str()`` joins its lines."""
 
     def lines(self) -> Iterator[str]:
         raise NotImplementedError
@@ -23,9 +23,9 @@ class Lines:
 
 
 def on_device(problem: P, device: str) -> P:
-    """``problem`` as one of explain's ``device=``: "cpu", or a CUDA compute capability such as "sm_90".
+    """Return ``problem`` for the ``device=`` of explain: "cpu", or a CUDA compute capability such as "sm_90".
 
-    It is a dataclass with ``device`` and ``capability``.
+    ``problem`` is a dataclass with ``device`` and ``capability``.
     """
     values: dict[str, Any] = {"device": "cpu", "capability": None}
     if device != "cpu":
@@ -36,7 +36,7 @@ def on_device(problem: P, device: str) -> P:
 
 
 def compute_capability(device: str) -> tuple[int, int] | None:
-    """(9, 0) of "sm_90", (12, 1) of "sm_121"; None of anything else."""
+    """Return (9, 0) for "sm_90", (12, 1) for "sm_121", None for other texts."""
     found = re.fullmatch(r"sm_([0-9]{1,2})([0-9])", device) if isinstance(device, str) else None
     return None if found is None else (int(found[1]), int(found[2]))
 

@@ -1,4 +1,4 @@
-"""An explanation of a call of attention, and its text."""
+"""The explanation of a call of attention, and its text."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from tilewise.topk.gather import Gather
 
 @dataclass(frozen=True)
 class Explanation(Lines):
-    """What `explain` found; ``str()`` of it is the same in words.
+    """Result of `explain`; ``str()`` returns it as text.
 
     Attributes:
-        plan: the backend, the problem, and for each other backend why not.
-        tiles: the backend's tiles, in words.
-        forward: the forward's work.
-        backward: the backward's work, with gradients of q, k and v, and of bias, its terms and sink if they require
+        plan: the backend, the problem, and the reason against each other backend.
+        tiles: the backend's tiles, as text.
+        forward: work of the forward.
+        backward: work of the backward, with gradients of q, k and v, and of bias, its terms and sink if they require
             grad.
-        limits: of the device, or None if they are not known.
-        mask: what the mask leaves; None where there is none, or a tensor without elements (on the meta device).
-        tile_mask: what a TileMask says of its tiles; None where there is none, or one without elements.
-        gather: of a dynamic mask, how the keys that are kept are gathered, or why they are not.
-        called: the problem of the call where keys are gathered; that of ``plan`` is then the one on gathered keys.
+        limits: limits of the device, or None if unknown.
+        mask: share of the scores that the mask leaves; None without a mask, or if it has no elements (on the meta
+            device).
+        tile_mask: numbers of tiles of a TileMask; None without one, or if it has no elements.
+        gather: how the selected keys of a dynamic mask are gathered, or why they are not.
+        called: the problem of the call if keys are gathered; ``plan`` then has the problem with gathered keys.
     """
 
     plan: Plan
@@ -51,7 +52,7 @@ class Explanation(Lines):
 
     @property
     def bound(self) -> Literal["compute", "memory"] | None:
-        """What limits the forward; None where the device's limits are not known."""
+        """Resource that limits the forward; None if the device's limits are unknown."""
         return None if self.limits is None else self.limits.bound(self.forward)
 
     def lines(self) -> Iterator[str]:
@@ -87,7 +88,7 @@ def _lines(e: Explanation) -> Iterator[str]:
         share, others = percent(p.score.dropout / NUMBERS), number(weight(p.score.dropout))
         kept = ""
         if keeps_low_bits(p.dtype, p.score.dropout):
-            kept = f"; the bits that rounding takes of o are kept, in {LOW_BYTES} bytes an element"
+            kept = f"; the low bits of o are stored, in {LOW_BYTES} bytes an element"
         yield f"  dropout: {share} of the probabilities are 0, the others {others} times as large{kept}"
     if not p.score.band.unlimited and p.totals is None:
         total = p.batch * p.heads * p.queries * p.keys
@@ -101,9 +102,9 @@ def _lines(e: Explanation) -> Iterator[str]:
     if isinstance(e.gather, Gather):
         chunks, rows, cols, _ = e.gather
         of = f"each of {chunks} chunks of {rows} queries" if chunks > 1 else "all queries"
-        yield f"  kept keys are gathered: for {of} {'at most ' * (chunks > 1)}{cols} of {p.keys}"
+        yield f"  selected keys are gathered: for {of} {'at most ' * (chunks > 1)}{cols} of {p.keys}"
     elif e.gather is not None:
-        yield f"  kept keys are not gathered: {e.gather}"
+        yield f"  selected keys are not gathered: {e.gather}"
     if e.mask is not None:
         of, tiles = ("the scores", "tiles") if p.score.band.unlimited else ("these", "their tiles")
         pairs, where = percent(e.mask.pairs), f"{percent(e.mask.tiles)} of {tiles} of {TILE} x {TILE}"
@@ -130,7 +131,7 @@ def _lines(e: Explanation) -> Iterator[str]:
 
 
 def _by_distance(p: Problem, name: str) -> str:
-    """Which pairs the values are for, if the host knows, and what others have."""
+    """Return the relative positions of the values, if the host knows them, and the value of other pairs."""
     distances = {"query": p.score.query, "key": p.score.key}.get(name)
     if distances is None or p.parts is None:
         return ""
@@ -141,7 +142,7 @@ def _by_distance(p: Problem, name: str) -> str:
 
 
 def traffic_table(e: Explanation) -> list[str]:
-    """Lines of a table: memory traffic of the fused call, and of one that stores the score matrices and reads them."""
+    """Return a table of memory traffic: of the fused call, and of one that stores and reads the score matrices."""
     lines = [f"{'memory traffic':24}{'fused':>10}{'unfused':>12}"]
     matrix = quantity(_matrix(e.problem), "B")
     for name, work, passes in _passes(e):

@@ -1,4 +1,4 @@
-"""The work of a call and the limits of a device: FLOPs, bytes, shares of tiles, and what bounds a call (roofline)."""
+"""Work of a call and limits of a device: FLOPs, bytes, shares of tiles, and the bound (roofline)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tilewise.spec.tiles import limits as band_limits
 
 
 class Limits(NamedTuple):
-    """What a device does at most, and where the numbers are from."""
+    """Peak rates of a device, and the source of the numbers."""
 
     flops: float  # FLOP/s
     bytes_per_second: float
@@ -30,27 +30,27 @@ class Limits(NamedTuple):
 
     @property
     def break_even(self) -> float:
-        """FLOP/byte above which the arithmetic takes longer than the memory traffic."""
+        """Intensity (FLOP/byte) above which a call is compute-bound."""
         return self.flops / self.bytes_per_second
 
     def bound(self, work: Work) -> Literal["compute", "memory"]:
         return "compute" if work.intensity > self.break_even else "memory"
 
     def seconds(self, work: Work) -> float:
-        """The least time that ``work`` can take."""
+        """Return the least time of ``work``, in seconds."""
         return max(work.flops / self.flops, work.bytes / self.bytes_per_second)
 
 
 class DataSheet(NamedTuple):
-    """What a device is sold as, not what was measured: dense 16-bit tensor-core FLOP/s, and bytes/s of its memory."""
+    """Peak rates from a vendor's data sheet, not measured: dense 16-bit tensor-core FLOP/s, and bytes/s of memory."""
 
     model: str
-    name: str  # a part of the device's name as CUDA gives it
+    name: str  # a part of the device's name in CUDA
     flops: float
     bytes_per_second: float
 
 
-# NVIDIA's data sheets, by compute capability; the first is taken for a capability without a device.
+# NVIDIA's data sheets by compute capability; the first is used if no device is given.
 DATA_SHEETS = {
     (8, 0): (DataSheet("A100 SXM 80 GB", "A100-SXM4-80GB", 312e12, 2.0e12),),
     (9, 0): (
@@ -60,8 +60,8 @@ DATA_SHEETS = {
 }
 
 
-# How often an implementation that stores them passes over matrices of B x H x M x N. Forward: S and P, each written and
-# read once. Backward: P read for dV and for dS, dP written and read, dS written once and read for dQ and for dK.
+# Passes over B x H x M x N matrices of an implementation that stores them. Forward: S and P, each written and read
+# once. Backward: P read for dV and for dS, dP written and read, dS written once and read for dQ and for dK.
 FORWARD_PASSES = {"S": 2, "P": 2}
 
 
@@ -70,14 +70,14 @@ BACKWARD_PASSES = {"P": 2, "dP": 2, "dS": 3}
 
 @dataclass(frozen=True)
 class Work:
-    """What one pass has to do.
+    """Work of one pass.
 
     Attributes:
-        flops: of the products alone, 2 for a multiply and an add; pairs that causal, window or a mask hides are not
-            counted, but those of a mask whose elements are not known.
-        bytes: the least traffic with the device's memory: each input read once and each result written once.
-        unfused_bytes: what an implementation that stores the score matrix and its softmax (or their gradients) writes
-            and reads in addition, in q's dtype: `FORWARD_PASSES` or `BACKWARD_PASSES`.
+        flops: of the matrix products, 2 per multiply-add; pairs masked by causal, window or a mask are not counted, but
+            a mask without known elements counts in full.
+        bytes: least memory traffic: each input read once and each result written once.
+        unfused_bytes: additional traffic, in q's dtype, of an implementation that stores the score matrix and its
+            softmax (or their gradients): `FORWARD_PASSES` or `BACKWARD_PASSES`.
     """
 
     flops: int
@@ -89,24 +89,24 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """FLOP/byte; 0 where there is nothing to do."""
+        """Intensity in FLOP/byte; 0 for no work."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 
 class MaskShare(NamedTuple):
-    """What a mask leaves of the scores that causal and window leave: of these a share, and of their tiles one."""
+    """Shares that a mask leaves of the scores within the causal limit and window, and of their tiles."""
 
     pairs: float
-    tiles: float  # of `TILE` queries and keys, in which it leaves some score
+    tiles: float  # of `TILE` x `TILE`, with any visible score
 
 
 class TileShare(NamedTuple):
-    """What a TileMask says of its tiles, over all of its batch elements and heads, whatever causal and window hide."""
+    """Numbers of tiles of a TileMask over all batch elements and heads, regardless of causal and window."""
 
     block: tuple[int, int]  # queries and keys
     tiles: int
     visible: int
-    partial: int  # of these, those whose pairs are looked at one by one
+    partial: int  # the visible tiles whose pairs are checked one by one
 
 
 TILE = 128
@@ -120,7 +120,8 @@ def _tile_share(tiles: TileTensors | None) -> TileShare | None:
 
 
 def _mask_share(problem: Problem, mask: Tensor | None, listed: TileTensors | None) -> MaskShare | None:
-    """None where there is no mask, its elements are not known, or no score is left to it. A few rows at a time."""
+    """Return the share, a few rows at a time; None without a mask, if its elements are unknown, or if no score is
+    left."""
     mask = mask if listed is None else listed.tiles
     if mask is None or mask.is_meta or is_fake(mask) or problem.pairs == 0:
         return None
@@ -144,13 +145,13 @@ def _mask_share(problem: Problem, mask: Tensor | None, listed: TileTensors | Non
 
 
 def _count_tiles(seen: Tensor) -> int:
-    """How many tiles of a row of tiles, (..., up to TILE, N), have something in them."""
+    """Return the number of tiles with a visible score in a row of tiles, (..., up to TILE, N)."""
     keys = seen.any(-2)
     return int(torch.nn.functional.pad(keys, (0, -keys.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).any(-1).sum())
 
 
 def _data_sheet(problem: Problem, name: str | None) -> Limits | None:
-    """The limits of the device called ``name``; without a name, those of the capability's first data sheet."""
+    """Return the limits of the device called ``name``; without a name, of the capability's first data sheet."""
     if problem.capability is None or problem.dtype.itemsize != 2:
         return None
     for sheet in DATA_SHEETS.get(problem.capability, ()):
@@ -171,12 +172,12 @@ def _given_limits(pair: tuple[float, float]) -> Limits:
 
 
 def forward_work(problem: Problem) -> Work:
-    """Reads the inputs; writes o and lse."""
+    """Return the work of the forward: it reads the inputs and writes o and lse."""
     return Work(problem.flops, _read(problem) + _results(problem), _stored(problem, FORWARD_PASSES))
 
 
 def backward_work(problem: Problem) -> Work:
-    """Reads what the forward read and wrote, and dO; writes a gradient of the size of each input that has one."""
+    """Return the work of the backward: it reads the forward's inputs and results and dO, and writes the gradients."""
     size, heads = problem.dtype.itemsize, problem.batch * problem.heads
     do = heads * problem.queries * problem.value_dim * size
     dq = heads * problem.queries * problem.head_dim * size
@@ -190,14 +191,14 @@ def backward_work(problem: Problem) -> Work:
 
 
 def _read(problem: Problem) -> int:
-    """Bytes of q, k, v, bias and its terms, mask and sink, of each only what the band lets somebody see."""
+    """Return the bytes of q, k, v, bias and its terms, mask and sink that causal and window leave visible."""
     M, N = problem.queries, problem.keys
     lo, hi = band_limits(problem.score.band)
     first_key, _, _, last_key = key_tiles(0, M, N, lo, hi, 1)
     first_query, _, _, last_query = query_tiles(0, N, M, lo, hi, 1)
     queries = problem.batch * problem.heads * (last_query - first_query) * problem.head_dim
     keys = problem.batch * problem.kv_heads * (last_key - first_key) * (problem.head_dim + problem.value_dim)
-    mask = problem.mask if problem.tile_mask is None else None  # whose tensors `explain` counts
+    mask = problem.mask if problem.tile_mask is None else None  # `explain` counts the tensors of a TileMask
     operands = sum(_operand(problem, x) for x in (problem.bias, mask) if x is not None)
     operands += 0 if problem.parts is None else sum(_part(problem, name, x) for name, x in problem.parts.named())
     operands += 0 if problem.sink is None else math.prod(problem.sink.shape) * problem.sink.dtype.itemsize
@@ -211,7 +212,8 @@ def _operand(problem: Problem, x: TensorSpec) -> int:
 
 
 def _part(problem: Problem, name: str, x: TensorSpec) -> int:
-    """Bytes of a part of the bias; of values by distance, where the host knows it, those that some pair reads."""
+    """Return the bytes of a bias component; of relative positions that the host knows, only those that some pair
+    reads."""
     distances, parts, cols = {"query": problem.score.query, "key": problem.score.key}.get(name), problem.parts, x.cols
     if distances is not None and parts is not None and name not in (*parts.shifts, *parts.buckets):
         least, most = max(distances.lo, 1 - problem.queries), min(distances.hi, problem.keys - 1)
@@ -220,7 +222,7 @@ def _part(problem: Problem, name: str, x: TensorSpec) -> int:
 
 
 def _results(problem: Problem) -> int:
-    """Bytes of o and lse, with dropout also of o's low bits."""
+    """Return the bytes of o and lse, and with dropout of o's low bits."""
     rows, element = problem.batch * problem.heads * problem.queries, problem.dtype.itemsize
     if keeps_low_bits(problem.dtype, problem.score.dropout):
         element += LOW_BYTES
@@ -232,5 +234,5 @@ def _stored(problem: Problem, passes: dict[str, int]) -> int:
 
 
 def _matrix(problem: Problem) -> int:
-    """Bytes of one B x H x M x N matrix."""
+    """Return the bytes of one B x H x M x N matrix."""
     return problem.batch * problem.heads * problem.queries * problem.keys * problem.dtype.itemsize
