@@ -1,1 +1,1 @@
-"""Attention's parts as operators of their own, each with its gradients, and what all operators share: `runtime`."""
+"""Matrix product and softmax, the parts of attention, as operators with gradients."""

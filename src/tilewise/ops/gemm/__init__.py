@@ -1,1 +1,1 @@
-"""``alpha * a @ b + beta * c`` and its gradients: one product, described, then run by the backend that takes it."""
+"""``alpha * a @ b + beta * c`` and its gradients: one product, described, then run by a backend that supports it."""

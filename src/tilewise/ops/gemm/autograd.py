@@ -1,9 +1,9 @@
-"""The operator ``tilewise::matmul`` and how it meets autograd: a product's gradients are products.
+"""The operator ``tilewise::matmul`` and its autograd: the gradients of a product are products.
 
-The operator sums over axes of the batch as well (``summed``), which the gradient of an operand that broadcasts needs:
-dA = Σ_r dY[r] B[r]ᵀ is one product, accumulated in float32. Its own gradient needs nothing more, so that derivatives
-of any order are this operator. An eager call takes an autograd.Function instead of the dispatcher, whose way to a
-Python kernel costs tens of microseconds of host time.
+The operator also sums over batch axes (``summed``), as the gradient of a broadcast operand requires: dA = Σ_r dY[r]
+B[r]ᵀ is one product, accumulated in float32. Its own gradient requires nothing more, so derivatives of any order are
+this operator. An eager call uses an autograd.Function instead of the dispatcher, which takes tens of microseconds of
+host time to reach a Python kernel.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ def _fake(call: _MatmulCall) -> Tensor:
 def _setup(ctx: Any, call: tuple, output: Tensor) -> None:
     a, b, c, ctx.alpha, ctx.beta, _, ctx.backend = call
     ctx.c = None if c is None else (tuple(c.shape), c.dtype)
-    # an operand is kept only for the gradient of the other
+    # an operand is saved only for the gradient of the other
     ctx.a_shape, ctx.b_shape = tuple(a.shape), tuple(b.shape)
     needs_a, needs_b = ctx.needs_input_grad[:2]
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """dA = alpha · dY Bᵀ, dB = alpha · Aᵀ dY, dC = beta · dY, each summed over what its operand repeats."""
+    """Return dA = alpha · dY Bᵀ, dB = alpha · Aᵀ dY and dC = beta · dY, each summed over the axes its operand
+    broadcasts."""
     a, b = ctx.saved_tensors
     da = db = dc = None
     if ctx.needs_input_grad[0]:
@@ -63,32 +64,33 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _product_for(ctx, x: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """alpha · x @ y as the gradient of an operand of ``shape``: summed over the axes that the operand broadcasts."""
+    """Return alpha · x @ y as the gradient of an operand of ``shape``, summed over the axes that the operand
+    broadcasts."""
     batch = broadcast(x, y)
     missing = len(batch) + 2 - len(shape)
     own = (1,) * missing + shape[:-2]
     summed = [i - len(batch) - 2 for i, (n, m) in enumerate(zip(batch, own, strict=True)) if n != 1 and m == 1]
-    # in the backend of the forward if that one can read dY as it lies
+    # use the forward's backend if it can read dY's layout
     backend = f"{ctx.backend} or auto" if ctx.backend in BACKENDS else ctx.backend
     d = matmul_op(x, y, None, ctx.alpha, 0.0, backend, summed)
-    # what the forward summed over, the gradient repeats
+    # axes that the forward summed are expanded in the gradient
     return d.reshape(d.shape[missing:]).expand(shape)
 
 
 def _sum_to(dy: Tensor, beta: float, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """beta · dY in c's dtype, summed in float32 over the axes that c broadcasts."""
-    if beta == 0.0:  # C was not read: nothing that dY holds matters
+    """Return beta · dY in c's dtype, summed in float32 over the axes that c broadcasts."""
+    if beta == 0.0:  # C was not read: NaN in dY does not matter
         return dy.new_zeros(shape, dtype=dtype)
     missing = dy.dim() - len(shape)
     axes = [*range(missing), *(i + missing for i, n in enumerate(shape) if n == 1 and dy.shape[i + missing] != 1)]
     wide = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
     if axes:
         dy = dy.sum(axes, keepdim=True, dtype=wide)
-    if beta != 1.0:  # a tensor with an axis has a say in the result's dtype: widened and multiplied in one pass
+    if beta != 1.0:  # a tensor with an axis takes part in type promotion: widened and multiplied in one pass
         dy = dy * (beta if dy.dtype in (dtype, wide) else dy.new_full((1,), beta, dtype=wide))
     dy = dy.to(dtype)
-    # Of the same shape it is dY itself, as PyTorch's own addmm has it, and no view: autograd takes a view for memory
-    # that nobody else has, and c.grad would be one with what came from above.
+    # For equal shapes return dY itself, as PyTorch's addmm does, not a view: autograd treats a view as unshared memory,
+    # and c.grad would alias the incoming gradient.
     return dy if dy.shape == shape else dy.reshape(shape)
 
 
@@ -101,7 +103,7 @@ announce("matmul")
 
 
 class _EagerMatmul(torch.autograd.Function):
-    """The arguments of the operator, and its result."""
+    """Autograd function with the arguments and the result of the operator."""
 
     @staticmethod
     def forward(ctx, *call):
@@ -128,7 +130,7 @@ def _eager(a, b, c, alpha, beta, summed, backend):
 def matmul_op(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, backend: str, summed: list[int] | None = None
 ) -> Tensor:
-    """The operator on arguments that are checked; ``summed``: axes of the batch, counted from the end of the result."""
+    """Call the operator with checked arguments; ``summed``: batch axes, counted from the end of the result."""
     if is_eager((a, b, c)) and not is_batched(a, b):
         return eager_matmul(a, b, c, alpha, beta, summed or [], backend)
     if summed:
@@ -139,7 +141,7 @@ def matmul_op(
 def eager_matmul(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: list[int], backend: str
 ) -> Tensor:
-    """The same where `is_eager` has said yes."""
+    """Return `matmul_op` of operands that pass `is_eager`."""
     if is_differentiated((a, b, c)):
         return _apply(a, b, c, alpha, beta, summed, backend)
     return _eager(a, b, c, alpha, beta, summed, backend)

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, with the reason for the numbers."""
+"""Tile sizes of the kernels, with the reasons for the numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from tilewise.ops.gemm.problem import Product
 from tilewise.spec.tma import fits_tma
 
-MULTIPROCESSORS = 132  # of an H100 and an H200; what a grid should at least fill
+MULTIPROCESSORS = 132  # of an H100 or H200; a grid should have at least as many tiles
 
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """Tile of Y, depth of a step, warps a program, stages of the load pipeline."""
+    """Tile of Y, depth of a step, warps per program, and stages of the load pipeline."""
 
     block_m: int
     block_n: int
@@ -24,7 +24,7 @@ class TritonConfig:
 
 
 def triton_config(product: Product, precision: str) -> TritonConfig:
-    """The largest tile of which there are enough to fill a GPU; small ones for few rows or columns."""
+    """Return the largest tile with enough tiles to fill a GPU; small tiles for few rows or columns."""
     if product.dtype == torch.float32:
         # ieee: no tensor cores, registers hold the operands
         return TritonConfig(64, 64, 32, 4, 2) if precision == "ieee" else TritonConfig(128, 64, 32, 4, 3)
@@ -37,7 +37,7 @@ def triton_config(product: Product, precision: str) -> TritonConfig:
 
 
 def c_spread(product: Product) -> str:
-    """Which axes of Y the matrix C is full along: "matrix", "row", "column" or "one"; "none" where there is no C."""
+    """Return the axes of Y that C is full along: "matrix", "row", "column", "one"; "none" without C."""
     if product.c_strides is None:
         return "none"
     row, col = product.c_strides
@@ -49,18 +49,18 @@ def c_spread(product: Product) -> str:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """How one program of the Hopper kernel works: two warpgroups compute, one warp loads.
+    """Parameters of the Hopper kernel: two warpgroups compute, one warp loads.
 
     Attributes:
-        rows: of Y that a warpgroup holds; a tile has twice as many.
+        rows: rows of Y per warpgroup; a tile has twice as many.
         block_n: columns of a tile.
-        block_k: depth of a step: 64 elements of 16 bits are the 128 bytes that a swizzled row of shared memory has.
-        stages: steps in the pipeline of A and B.
-        store_cols: columns of Y that leave at a time.
-        store_buffers: of as many columns, for each warpgroup.
-        turns: warpgroups store in turns, so that one multiplies while the other stores.
-        group_m: tiles in a column of those that run together.
-        registers: of a thread of a computing and of a loading warp; 64 K of them in all.
+        block_k: depth of a step: 64 elements of 16 bits are the 128 bytes of a swizzled row of shared memory.
+        stages: stages of the pipeline of A and B.
+        store_cols: columns of Y per TMA store.
+        store_buffers: buffers of ``store_cols`` columns per warpgroup.
+        turns: if True, warpgroups store in turns, so that one multiplies while the other stores.
+        group_m: tile rows of a group of tiles that run at the same time.
+        registers: registers per thread of a computing and of a loading warp; 64 K in all.
     """
 
     rows: int = 64
@@ -74,9 +74,9 @@ class HopperConfig:
     registers: tuple[int, int] = (240, 24)
 
     def __post_init__(self) -> None:
-        if self.stages < 2:  # a step is given back when the next one has begun
+        if self.stages < 2:  # a stage is released after the next step has started
             raise ValueError(f"stages: must be 2 or more, got {self.stages}")
-        if self.block_n // self.store_cols % self.store_buffers:  # else two tiles in a row would share a buffer
+        if self.block_n // self.store_cols % self.store_buffers:  # otherwise consecutive tiles would share a buffer
             raise ValueError(
                 f"store_buffers: must divide the {self.block_n // self.store_cols} stores of a tile, "
                 f"got {self.store_buffers}"
@@ -84,7 +84,7 @@ class HopperConfig:
 
 
 def hopper_config(product: Product) -> HopperConfig:
-    """Tiles of 128 x 256 read the least of A and B for a product; the slots of C take the room of a step."""
+    """Return 128 x 256 tiles, which read the least of A and B; buffers of a full C take the place of a stage."""
     if c_spread(product) != "matrix":
         return HopperConfig()
     if product.c_dtype == torch.float32:
@@ -93,12 +93,13 @@ def hopper_config(product: Product) -> HopperConfig:
 
 
 def c_first(product: Product, alpha: float, beta: float) -> bool:
-    """Whether the accumulator can start from C · beta / alpha: that must not overflow where beta · C does not."""
+    """True if the accumulator can start from C · beta / alpha, which must not overflow unless beta · C does."""
     return abs(beta) <= abs(alpha) or (product.c_dtype == torch.float16 and abs(beta) <= 2.0**100 * abs(alpha))
 
 
 def lies(strides: tuple[int, int], sizes: tuple[int, int]) -> str | None:
-    """How a matrix of 16-bit numbers lies in memory, by "rows" or by "columns", if TMA can read it so."""
+    """Return "rows" or "columns" if TMA can read a matrix of 16-bit elements that is contiguous along them, else
+    None."""
     for name, order in (("rows", 1), ("columns", -1)):
         if fits_tma(sizes[::order], strides[::order], 2, aligned=True):
             return name
@@ -106,7 +107,7 @@ def lies(strides: tuple[int, int], sizes: tuple[int, int]) -> str | None:
 
 
 def declines_tma(product: Product) -> str | None:
-    """Which operand TMA cannot describe; None if it can describe all."""
+    """Return why TMA cannot describe an operand, or None."""
     p = product
     names = []
     for name, strides, sizes, along, aligned in (
@@ -130,6 +131,6 @@ def declines_tma(product: Product) -> str | None:
 
 
 def _stepped(product: Product, strides: list[int]) -> tuple[list[int], list[int]]:
-    """Sizes and strides of the batch axes along which an operand does not repeat."""
+    """Return sizes and strides of the batch axes that an operand does not broadcast."""
     found = [(axis.size, stride) for axis, stride in zip(product.batch, strides, strict=True) if stride]
     return [size for size, _ in found], [stride for _, stride in found]

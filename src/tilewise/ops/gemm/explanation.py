@@ -1,4 +1,4 @@
-"""explain(): which backend computes a product, in which tiles and why, and its work, without running it."""
+"""explain(): backend, tiles and work of a product, without running it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tilewise.quantities import count, number, quantity
 
 @dataclass(frozen=True)
 class MatmulExplanation(Lines):
-    """What `explain` found; ``str()`` of it is the same in words.
+    """Result of `explain`; ``str()`` returns it as text.
 
     Attributes:
-        choice: the backend, and for each that comes before it why not.
-        product: what is computed, after axes of the batch were merged.
-        tiles: the backend's tiles, in words.
-        flops: 2 for a multiply and an add.
-        bytes: the least traffic with the device's memory: each operand read once and the result written once.
+        choice: the backend, and the reason against each backend before it.
+        product: the product after merging batch axes.
+        tiles: the backend's tiles, as text.
+        flops: 2 per multiply-add.
+        bytes: least memory traffic: each operand read once and the result written once.
     """
 
     choice: Choice
@@ -57,18 +57,18 @@ def explain(
     backend: str | None = None,
     device: str | None = None,
 ) -> MatmulExplanation:
-    """What `tilewise.matmul` would do with these arguments. Nothing is computed.
+    """Return the backend, tiles and work of a call of `tilewise.matmul`. Nothing is computed.
 
     Args:
-        a, b, c, alpha, beta, backend: as for `tilewise.matmul`; tensors on the meta device serve as well.
+        a, b, c, alpha, beta, backend: as for `tilewise.matmul`; tensors may be on the meta device.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
 
     Returns:
         MatmulExplanation; print it.
 
     Raises:
-        ValueError, TypeError: as `tilewise.matmul`; for a device of another form; where there is nothing to compute;
-            for a batch that would first be copied (see `tilewise.matmul`).
+        ValueError, TypeError: as for `tilewise.matmul`; an invalid device; an empty product; a batch that would first
+            be copied (see `tilewise.matmul`).
     """
     check_arguments(a, b, c, alpha, beta, backend)
     if alpha == 0.0 or 0 in (*a.shape, *b.shape):

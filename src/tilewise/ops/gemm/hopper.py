@@ -1,4 +1,4 @@
-"""From a Product and its tensors to the launch of the Hopper kernel."""
+"""Launch of the Hopper kernel for a Product and its tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prepare(
     beta: float,
     config: HopperConfig | None = None,
 ) -> Launch:
-    """The launch of the kernel on tensors that lie as these do."""
+    """Return the launch of the kernel for tensors of this layout."""
     p, k = product, config or hopper_config(product)
     spread_of_c, first = c_spread(p), c_first(p, alpha, beta)
     one, two = p.batch
@@ -68,13 +68,13 @@ def _descriptor(
     x: Tensor, name: str, product: Product, matrix: tuple[int, int], box: tuple[int, int],
     strides: tuple[int, int], by_rows: bool = True,
 ) -> TensorDescriptor:  # fmt: skip
-    """Boxes of a batch of matrices as they lie in memory; the hardware reads 0 outside and writes nothing there."""
+    """Return the TMA descriptor of a batch of matrices; TMA reads 0 outside of the tensor and writes nothing there."""
     if not by_rows:
         matrix, box, strides = matrix[::-1], box[::-1], strides[::-1]
     batch = [(axis.size, getattr(axis, name)) for axis in product.batch]
-    shape = [n if stride else 1 for n, stride in batch] + list(matrix)  # one matrix for all: an axis of size 1
+    shape = [n if stride else 1 for n, stride in batch] + list(matrix)  # one matrix for the whole axis: size 1
     sixteen = 16 // x.element_size()
-    unused = -(-matrix[1] // sixteen) * sixteen  # the stride along an axis of size 1: any that is allowed
+    unused = -(-matrix[1] // sixteen) * sixteen  # stride along an axis of size 1: any allowed one
     steps = [s if n > 1 else unused for n, s in zip(shape, [*(s for _, s in batch), strides[0]], strict=False)]
     block = [1, 1, *box]
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])

@@ -1,8 +1,8 @@
-"""The product on Hopper: TMA loads, wgmma, persistent programs that walk over tiles, one warp that loads ahead.
+"""Hopper kernel of the product: TMA loads, wgmma, persistent programs, one producer warp.
 
-Two warpgroups share a tile of Y, one above the other: they read the same B. The loading warp runs ahead of them, over
-the border of tiles too, as far as the pipeline of A and B reaches. C comes into a slot of its own while the tile before
-is computed, and the accumulator starts from it; Y leaves by TMA while the next tile is computed.
+Two warpgroups compute one tile of Y, one above the other, and share B. The producer warp runs ahead of them, across
+tiles, by the stages of the pipeline of A and B. C is loaded into its own buffer while the previous tile is computed,
+and the accumulator starts from it. Y is stored by TMA while the next tile is computed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HopperGemmSizes(NamedTuple):
 
 
 class TileSpread(NamedTuple):
-    """1 or 0 for each operand and batch axis: whether it has the axis, or one matrix for all of it."""
+    """Flags per operand and batch axis: 1 if it has the axis, 0 if it has one matrix for the whole axis."""
 
     a0: int
     a1: int
@@ -63,9 +63,9 @@ class TileSpread(NamedTuple):
 
 
 class HopperGemmConstants(NamedTuple):
-    """What the kernel knows when it is compiled; every field is a gl.constexpr. See config.HopperConfig for most."""
+    """Compile-time constants of the kernel; every field is a gl.constexpr. See config.HopperConfig for most."""
 
-    ROWS: Any  # of a warpgroup
+    ROWS: Any  # rows per warpgroup
     BLOCK_N: Any
     BLOCK_K: Any
     STAGES: Any
@@ -75,14 +75,15 @@ class HopperGemmConstants(NamedTuple):
     GROUP_M: Any
     COMPUTING_REGISTERS: Any
     LOADING_REGISTERS: Any
-    A_BY_ROWS: Any  # A lies row by row, or column by column
+    A_BY_ROWS: Any  # A is contiguous along rows, else along columns
     B_BY_ROWS: Any
-    C: Any  # which axes of Y it is full along: "matrix", "row", "column", "one"; "none" for no c
-    C_FIRST: Any  # the accumulator starts from C; else C is added to the product
+    C: Any  # axes of Y that C is full along: "matrix", "row", "column", "one"; "none" without C
+    C_FIRST: Any  # the accumulator starts from C; otherwise C is added to the product
 
 
 class Sources(NamedTuple):
-    """Descriptors of a, b and y; c is one, or a `Strided`. Built inside the kernel: a descriptor is an argument."""
+    """Descriptors of a, b and y; c is a descriptor or a `Strided`. Built in the kernel: descriptors must be
+    arguments."""
 
     a: Any
     b: Any
@@ -91,7 +92,7 @@ class Sources(NamedTuple):
 
 
 class GemmPipelines(NamedTuple):
-    """A and B of a step have one pair of barriers, that of b; C has a slot for each warpgroup; y holds what leaves."""
+    """Shared memory and barriers: a and b share b's barriers, c has a buffer per warpgroup, y holds stores."""
 
     a: Any  # shared memory
     b: Any
@@ -108,7 +109,8 @@ class Tile(NamedTuple):
 
 @gluon.jit
 def tile_at(i, sizes, k):
-    """This program's ``i``-th tile: columns of GROUP_M tiles, so that those that run together share A and B in L2."""
+    """Return this program's tile ``i``, in groups of GROUP_M tile rows, so that concurrent tiles share A and B in
+    L2."""
     t = gl.program_id(0) + i * gl.num_programs(0)
     count = sizes.m_tiles * sizes.n_tiles
     g = t // count
@@ -122,13 +124,13 @@ def tile_at(i, sizes, k):
 
 @gluon.jit
 def work_count(sizes):
-    """How many tiles this program walks over."""
+    """Return the number of tiles of this program."""
     return gl.cdiv(sizes.tiles - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
 def load(x, pipelines, sizes, spread, k):
-    """The role of one warp: C of each tile, once the warpgroups have read the one before, and its steps of A and B."""
+    """Run the producer warp: load C of each tile when the previous one was read, and the steps of A and B."""
     BYTES: gl.constexpr = WARPGROUPS * x.a.block_type.nbytes + x.b.block_type.nbytes
     step = 0
     for t in range(work_count(sizes)):
@@ -160,7 +162,7 @@ def load(x, pipelines, sizes, spread, k):
 
 @gluon.jit
 def issue(acc, pipelines, step, k, USE_ACC: gl.constexpr, WARPGROUP: gl.constexpr):
-    """Begin the product of one step."""
+    """Start the product of one step."""
     slot = slot_of(pipelines.b, step)
     wait_full(pipelines.b, slot, use_of(pipelines.b, step))
     if k.A_BY_ROWS:
@@ -176,7 +178,7 @@ def issue(acc, pipelines, step, k, USE_ACC: gl.constexpr, WARPGROUP: gl.constexp
 
 @gluon.jit
 def addend(x, pipelines, tile, sizes, spread, k, COL0: gl.constexpr, COLS: gl.constexpr, WARPGROUP: gl.constexpr):
-    """COLS columns of C from the tile's COL0 on, float32, of a shape that broadcasts to [ROWS, COLS]."""
+    """Return COLS columns of C from the tile's column COL0 on, float32, broadcastable to [ROWS, COLS]."""
     ACC: gl.constexpr = accumulator(64, COLS)
     if k.C == "matrix":
         slot = pipelines.c.slots.index(WARPGROUP).reshape([k.ROWS, k.BLOCK_N])
@@ -196,7 +198,7 @@ def addend(x, pipelines, tile, sizes, spread, k, COL0: gl.constexpr, COLS: gl.co
 
 @gluon.jit
 def halves(x):
-    """The left and the right half of an accumulator: other registers of the same threads."""
+    """Return the left and right half of an accumulator; the halves are other registers of the same threads."""
     ROWS: gl.constexpr = x.shape[0]
     COLS: gl.constexpr = x.shape[1] // 2
     left, right = x.reshape([ROWS, 2, COLS]).permute((0, 2, 1)).split()
@@ -207,7 +209,7 @@ def halves(x):
 @gluon.jit
 def store(acc, x, pipelines, tile, alpha, beta, sizes, spread, k, COL0: gl.constexpr, COLS: gl.constexpr,
           WARPGROUP: gl.constexpr):  # fmt: skip
-    """Y of the tile's COLS columns from COL0 on, STORE_COLS at a time: through shared memory, then by TMA."""
+    """Store COLS columns of Y from the tile's column COL0 on, STORE_COLS at a time: to shared memory, then by TMA."""
     if COLS > k.STORE_COLS:
         left, right = halves(acc)
         store(left, x, pipelines, tile, alpha, beta, sizes, spread, k, COL0, COLS // 2, WARPGROUP)
@@ -225,13 +227,13 @@ def store(acc, x, pipelines, tile, alpha, beta, sizes, spread, k, COL0: gl.const
 
 @gluon.jit
 def compute(x, pipelines, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr):
-    """The role of a warpgroup: ROWS rows of each tile of Y. ``beta`` is beta / alpha where C comes first."""
+    """Run a warpgroup: ROWS rows of each tile of Y. ``beta`` is beta / alpha if the accumulator starts from C."""
     FIRST: gl.constexpr = k.C != "none" and k.C_FIRST
     ACC: gl.constexpr = accumulator(64, k.BLOCK_N)
     steps = sizes.summed0 * sizes.summed1 * sizes.k_tiles
     step = 0
     if k.TURNS and WARPGROUP == WARPGROUPS - 1:
-        warp_scheduler_barrier_arrive(WARPGROUP, WARPGROUPS)  # the first warpgroup begins
+        warp_scheduler_barrier_arrive(WARPGROUP, WARPGROUPS)  # the first warpgroup starts
     for t in range(work_count(sizes)):
         tile = tile_at(t, sizes, k)
         acc = gl.zeros([k.ROWS, k.BLOCK_N], gl.float32, ACC)
@@ -242,7 +244,7 @@ def compute(x, pipelines, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr
             if k.C == "matrix":
                 release_after_loads(pipelines.c, WARPGROUP)
 
-        # Y += A B, one step always in flight
+        # Y += A B, with one step always in flight
         pending = issue(acc, pipelines, step, k, FIRST, WARPGROUP)
         acc = warpgroup_mma_wait(1, deps=(pending,))
         for _ in range(1, steps):
@@ -254,7 +256,7 @@ def compute(x, pipelines, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr
         release(pipelines.b, slot_of(pipelines.b, step))
         step += 1
 
-        # One warpgroup stores while the other multiplies: in turns, they come apart once and stay so
+        # Warpgroups store in turns: after the first turn, one stores while the other multiplies.
         if k.TURNS:
             warp_scheduler_barrier_sync(WARPGROUP)
         if k.C == "matrix" and not FIRST:
@@ -269,7 +271,7 @@ def compute(x, pipelines, alpha, beta, sizes, spread, k, WARPGROUP: gl.constexpr
 
 @gluon.jit(do_not_specialize=["sizes", "spread"])  # one kernel for all sizes
 def matmul_kernel(a, b, c, y, alpha, beta, sizes, spread, k):
-    """Y = alpha · Σ A B + beta · C. a, b, y: descriptors of tiles; c: a descriptor, or a `Strided`."""
+    """Compute Y = alpha · Σ A B + beta · C. a, b, y: descriptors of tiles; c: a descriptor or a `Strided`."""
     x = Sources(a, b, c, y)
     a_slots = gl.allocate_shared_memory(
         a.dtype, [WARPGROUPS * k.STAGES, 1, 1, a.block_type.shape[2], a.block_type.shape[3]], a.layout

@@ -1,4 +1,4 @@
-"""Which backend computes a product, and why the others do not."""
+"""Choice of the backend of a product, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tilewise.ops.gemm.problem import Product
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of a product; ``reasons`` has one for each backend that was passed over."""
+    """Backend of a product; ``reasons`` has one for each backend that was rejected."""
 
     backend: str
     reasons: dict[str, str]
 
 
 def choose(product: Product, backend: str = "auto") -> Choice:
-    """The first backend that takes the product, or the one asked for; ValueError where that one cannot.
+    """Return the first backend that supports the product, or the given one; ValueError if none can run it.
 
-    backend: "auto", a name, or "NAME or auto": that one if it can, which is what a gradient asks for.
+    backend: "auto", a name, or "NAME or auto", for gradients: NAME if it can, else the first that can.
     """
     name, *otherwise = backend.split()
     if otherwise and _DECLINES[name](product) is None:

@@ -1,4 +1,4 @@
-"""What a product computes, in whole numbers. Every error about shapes, dtypes and devices is raised here."""
+"""Description of a product by integers, and all errors about shapes, dtypes and devices."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_arguments(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: 
 
 
 def broadcast(a: Tensor, b: Tensor) -> tuple[int, ...]:
-    """The batch that a's and b's leading dimensions broadcast to."""
+    """Return the batch shape that a's and b's leading dimensions broadcast to."""
     longer, shorter = sorted((tuple(a.shape[:-2]), tuple(b.shape[:-2])), key=len, reverse=True)
     padded = (1,) * (len(longer) - len(shorter)) + shorter
     for n, m in zip(longer, padded, strict=True):
@@ -71,13 +71,13 @@ def broadcast(a: Tensor, b: Tensor) -> tuple[int, ...]:
 
 
 def output_shape(a: Tensor, b: Tensor, summed: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the result; axes in ``summed``, counted from the end of it, are summed and keep a size of 1."""
+    """Return the shape of the result; axes in ``summed``, counted from its end, have size 1."""
     shape = (*broadcast(a, b), a.shape[-2], b.shape[-1])
     return tuple(1 if axis - len(shape) in summed else n for axis, n in enumerate(shape))
 
 
 class Axis(NamedTuple):
-    """An axis of the batch: its size, whether it is summed, and its stride in a, b, c and y; 0 where one broadcasts."""
+    """Axis of the batch: size, if it is summed, and its strides in a, b, c and y, 0 for a tensor that broadcasts."""
 
     size: int
     summed: bool
@@ -89,9 +89,9 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """Y[g] = alpha · Σ_r A[g, r] B[g, r] + beta · C[g], with at most two batch axes in all, each kept or summed.
+    """Y[g] = alpha · Σ_r A[g, r] B[g, r] + beta · C[g], with at most two batch axes, each kept or summed.
 
-    Strides are in elements. ``c_strides`` is None where there is no c. Hashable: what is prepared is kept under it.
+    Strides are in elements; ``c_strides`` is None without c. Hashable: a key of prepared launches.
     """
 
     rows: int  # M
@@ -105,7 +105,7 @@ class Product:
     c_dtype: torch.dtype | None
     device: str  # torch's device type
     capability: tuple[int, int] | None  # of a CUDA device
-    aligned: tuple[bool, bool, bool]  # a, b, c: whether the address is a multiple of 16 bytes
+    aligned: tuple[bool, bool, bool]  # a, b, c: True if the address is a multiple of 16 bytes
 
     @property
     def kept(self) -> tuple[int, int]:
@@ -125,7 +125,7 @@ class Product:
 
 
 def describe(a: Tensor, b: Tensor, c: Tensor | None, summed: tuple[int, ...]) -> Product | None:
-    """The product of tensors that are not empty; None if more than two batch axes remain after merging."""
+    """Return the product of tensors that are not empty; None if more than two batch axes remain after merging."""
     batch, M, K, N = broadcast(a, b), a.shape[-2], a.shape[-1], b.shape[-1]
     shape = (*batch, M, N)
     strides = {
@@ -138,7 +138,7 @@ def describe(a: Tensor, b: Tensor, c: Tensor | None, summed: tuple[int, ...]) ->
     kept = _merge([axis for axis in axes if not axis.summed])
     reduced = _merge([axis._replace(y=0) for axis in axes if axis.summed])
     row = Axis(M, False, strides["a"][-2], 0, strides["c"][-2], N)
-    # rows of a batch that all meet the same b are rows of one matrix
+    # batch axes that b broadcasts are merged into the rows of one matrix
     while kept and kept[-1].b == 0 and (merged := _joined(kept[-1], row)) is not None:
         row = merged
         kept.pop()
@@ -163,7 +163,7 @@ def describe(a: Tensor, b: Tensor, c: Tensor | None, summed: tuple[int, ...]) ->
 
 
 def _strides(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of ``x`` broadcast to ``shape``: 0 along what it repeats."""
+    """Return the strides of ``x`` broadcast to ``shape``: 0 along broadcast axes."""
     missing = len(shape) - x.dim()
     own = tuple(0 if n == 1 and m > 1 else s for n, m, s in zip(x.shape, shape[missing:], x.stride(), strict=True))
     return (0,) * missing + own
@@ -174,7 +174,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _joined(outer: Axis, inner: Axis) -> Axis | None:
-    """Two neighbouring axes as one, if every tensor lies evenly along both."""
+    """Return two neighbouring axes as one if every tensor has a uniform stride along both, else None."""
     if inner.size == 1:
         return outer
     if any(o != inner.size * i for o, i in zip(outer[2:], inner[2:], strict=True)):

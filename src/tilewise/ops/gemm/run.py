@@ -1,4 +1,4 @@
-"""From tensors to the backend that computes their product; what needs no product is done here."""
+"""Dispatch of a product to its backend; products that are 0 or empty are handled here."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from tilewise.ops.gemm import cpu
 from tilewise.ops.gemm.plan import choose
 from tilewise.ops.gemm.problem import broadcast, describe, output_shape
 
-# What a call's layout and factors decide, kept under them: the launch of a kernel, None where a kernel cannot read the
-# operands as they lie.
+# Prepared launches by layout and factors; a launch of None: the kernels cannot read the operands in place.
 _launches: Prepared[tuple] = Prepared()
 
 
 def run(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
 ) -> Tensor:
-    """``alpha * (a @ b summed over the batch axes in summed) + beta * c``."""
+    """Return ``alpha * (a @ b summed over the batch axes in summed) + beta * c``."""
     if beta == 0.0:
         c = None
     if alpha == 0.0 or 0 in a.shape or 0 in b.shape:
@@ -44,7 +43,7 @@ def run(
 
 
 def ran_before(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, backend: str) -> bool:
-    """Whether such a call has passed all checks and had its launch prepared; what is no tensor is None."""
+    """True if a call like this one has passed all checks and has a prepared launch."""
     if a is None or b is None or beta == 0.0 or not (a.layout is b.layout is torch.strided):
         return False
     if c is not None and c.layout is not torch.strided:
@@ -55,8 +54,8 @@ def ran_before(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float
 def _key(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
 ) -> tuple:
-    """All that a Product and its launch read of a call."""
-    # in one expression: each call of a function costs as much as reading a tensor
+    """Return all that a Product and its launch read of a call."""
+    # one expression: a function call costs as much as reading a tensor
     return (
         a.shape, a.stride(), a.dtype, a.device, address(a) % 16 == 0,
         b.shape, b.stride(), b.dtype, b.device, address(b) % 16 == 0,
@@ -68,7 +67,7 @@ def _key(
 def _prepare(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
 ) -> tuple:
-    """The shape of the result and the launch that makes it."""
+    """Return the shape of the result, and its launch or None."""
     shape = output_shape(a, b, summed)
     product = describe(a, b, c, summed)
     if product is None:
@@ -80,7 +79,7 @@ def _prepare(
 def _two_batch_axes(
     a: Tensor, b: Tensor, c: Tensor | None, summed: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """a, b and c of shapes (kept, summed, rows, columns); copied where their memory does not allow a view."""
+    """Return a, b and c of shapes (kept, summed, rows, columns), copied if a view is not possible."""
     batch, shape = broadcast(a, b), output_shape(a, b, summed)
     depth = len(batch) + 2
     reduced = [axis + depth for axis in summed]

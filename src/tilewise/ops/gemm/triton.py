@@ -1,4 +1,4 @@
-"""From a Product and its tensors to the launch of the Triton kernel."""
+"""Launch of the Triton kernel for a Product and its tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewise.ops.gemm.triton_kernel import TritonGemmConstants, TritonGemmSizes
 
 
 def prepare(product: Product, a: Tensor, b: Tensor, c: Tensor | None, y: Tensor, alpha: float, beta: float) -> Launch:
-    """The launch of the kernel on tensors that lie as these do."""
+    """Return the launch of the kernel for tensors of this layout."""
     p = product
     precision = float32_precision(p.dtype)
     config = triton_config(p, precision)

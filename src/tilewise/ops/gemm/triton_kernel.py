@@ -1,4 +1,4 @@
-"""The product in Triton, for every GPU and any strides: one program a tile of Y, operands by pointers."""
+"""Triton kernel of the product, for every GPU and any strides: one program per tile of Y, operands by pointers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TritonGemmSizes(NamedTuple):
 
 
 class TritonGemmConstants(NamedTuple):
-    """What the kernel knows when it is compiled; every field is a tl.constexpr."""
+    """Compile-time constants of the kernel; every field is a tl.constexpr."""
 
     BLOCK_M: Any
     BLOCK_N: Any
@@ -35,7 +35,8 @@ class TritonGemmConstants(NamedTuple):
 
 @triton.jit
 def tile_at(t, m_tiles, n_tiles, GROUP_M: tl.constexpr):
-    """(tile row, tile column, batch) of the t-th tile: columns of GROUP_M tiles, so that neighbours share A and B."""
+    """Return (tile row, tile column, batch) of tile t, in groups of GROUP_M tile rows, so that neighbours share A and
+    B."""
     g = t // (m_tiles * n_tiles)
     t = t % (m_tiles * n_tiles)
     first = t // (GROUP_M * n_tiles) * GROUP_M
@@ -51,7 +52,7 @@ def _offsets(x, stride, k):
 
 @triton.jit
 def _accumulate(acc, a_at, b_at, a_step, b_step, sizes, k):
-    """acc + A B of one pair of matrices."""
+    """Return acc + A B of one pair of matrices."""
     inner = tl.arange(0, k.BLOCK_K)
     for k0 in tl.range(0, sizes.inner, k.BLOCK_K):
         if k.EVEN_K:
@@ -68,13 +69,13 @@ def _accumulate(acc, a_at, b_at, a_step, b_step, sizes, k):
 
 @triton.jit(do_not_specialize=["sizes"])  # one kernel for all sizes
 def matmul_kernel(a, b, c, y, alpha, beta, sizes, k):
-    """Y = alpha · Σ A B + beta · C of one tile. a, b, c, y: `Strided`."""
+    """Compute one tile of Y = alpha · Σ A B + beta · C. a, b, c, y: `Strided`."""
     m, n, g = tile_at(tl.program_id(0), tl.cdiv(sizes.rows, k.BLOCK_M), tl.cdiv(sizes.cols, k.BLOCK_N), k.GROUP_M)
     g0, g1 = (g // sizes.kept1).to(tl.int64), (g % sizes.kept1).to(tl.int64)
     rows, cols, inner = tl.arange(0, k.BLOCK_M), tl.arange(0, k.BLOCK_N), tl.arange(0, k.BLOCK_K)
     m0, n0 = m * k.BLOCK_M, n * k.BLOCK_N
     row_inside, col_inside = rows < sizes.rows - m0, cols < sizes.cols - n0
-    # Rows and columns past the end read the tile's first one instead of nothing: what they give is not stored.
+    # Rows and columns past the end read the tile's first one; their results are not stored.
     a_rows = tl.max_contiguous(tl.multiple_of(tl.where(row_inside, rows, 0), k.BLOCK_M), k.BLOCK_M)
     b_cols = tl.max_contiguous(tl.multiple_of(tl.where(col_inside, cols, 0), k.BLOCK_N), k.BLOCK_N)
     a_at = a.pointer + g0 * a.stride0 + g1 * a.stride1 + m0.to(tl.int64) * a.stride2
@@ -96,7 +97,7 @@ def matmul_kernel(a, b, c, y, alpha, beta, sizes, k):
     else:
         acc = _accumulate(acc, a_tile, b_tile, a_step, b_step, sizes, k)
 
-    # C joins in the epilogue: Triton would wait for it before the first product
+    # Triton would wait for C before the first product, so C is added in the epilogue.
     acc = acc * alpha
     if k.C != "none":
         at = c.pointer + g0 * c.stride0 + g1 * c.stride1
