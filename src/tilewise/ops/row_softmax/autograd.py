@@ -1,6 +1,6 @@
-"""The operators ``tilewise::softmax`` and ``tilewise::softmax_backward``, and how they meet autograd.
+"""The operators ``tilewise::softmax`` and ``tilewise::softmax_backward``, and their autograd.
 
-As in `tilewise.operator.autograd`, an eager call on plain tensors leaves the dispatcher out.
+As in `tilewise.operator.autograd`, an eager call on plain tensors does not use the dispatcher.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _like(bias: Tensor | None) -> BiasLike | None:
 def _backward(call: _BackwardCall) -> tuple[Tensor, ...]:
     dp, p, scale, shape, dtype, dim, needs = call
     bias = None if shape is None or dtype is None else BiasLike(tuple(shape), dtype)
-    # An operator returns tensors only: an empty one stands for a gradient that nobody needs.
+    # Operators return tensors only: an empty tensor stands for a gradient that is not required.
     return tuple(p.new_empty(0) if g is None else g for g in _gradients(dp, p, scale, bias, dim, SoftmaxNeeds(*needs)))
 
 
@@ -119,7 +119,7 @@ SOFTMAX_BACKWARD = Operator(
 
 
 class _EagerSoftmax(torch.autograd.Function):
-    """``x, bias, call -> P``, where call has the arguments of the operator."""
+    """Autograd function ``x, bias, call -> P``; call has the operator's arguments."""
 
     @staticmethod
     def forward(ctx, x, bias, call):
@@ -133,7 +133,7 @@ class _EagerSoftmax(torch.autograd.Function):
             return None, None, None
         (p,) = ctx.saved_tensors
         x_needs, bias_needs, _ = ctx.needs_input_grad
-        # resolve_neg: a kernel would not see the sign of a gradient whose memory holds its negative
+        # resolve_neg: a kernel reads memory and would miss a tensor's negative bit
         arguments = dp.resolve_neg(), p, ctx.scale, ctx.bias, ctx.dim, SoftmaxNeeds(x_needs, bias_needs)
         if not is_eager_backward(dp):
             return *_by_operator(*arguments), None
@@ -154,7 +154,7 @@ def _eager(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, di
 
 
 def softmax_op(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
-    """P of a call that is checked; differentiable in x and bias."""
+    """Return P of a checked call, differentiable in x and bias."""
     if is_eager((x, bias, mask)):
         if not is_differentiated((x, bias)):
             return _eager(x, scale, bias, mask, dim)

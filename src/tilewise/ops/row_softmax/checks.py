@@ -1,4 +1,4 @@
-"""Every error about the arguments of `tilewise.softmax`."""
+"""Checks of the arguments of `tilewise.softmax`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from tilewise.ops.row_softmax import statistics_dtype
 from tilewise.spec.tensors import check_tensor
 
-LONGEST_ON_GPU = (1 << 30) - 1  # elements of a row: indices along it are of 32 bits
-# The dtypes, each with the least and the largest scale. Below, a difference of two x that overflows would not be one
-# that makes a probability of 0.
+LONGEST_ON_GPU = (1 << 30) - 1  # elements of a row: indices along it have 32 bits
+# Dtypes with the least and the largest scale. With a smaller scale, a difference of two x that overflows might not mean
+# a probability of 0.
 SCALES = {
     dtype: (1000 * torch.finfo(statistics_dtype(dtype)).tiny, torch.finfo(statistics_dtype(dtype)).max)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -21,7 +21,7 @@ SCALES = {
 
 
 def check_arguments(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> None:
-    """Raise a ValueError or TypeError that names the argument at fault, what came and what is allowed."""
+    """Raise a ValueError or TypeError that names the argument, the value received and what is allowed."""
     check_tensor("x", x)
     if bias is not None:
         check_tensor("bias", bias)
@@ -33,7 +33,7 @@ def check_arguments(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor |
     limits = SCALES.get(x.dtype)
     if limits is None:
         raise TypeError(f"x: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
-    # A float and an int are asked for first: what else is a number takes longer to find out.
+    # float and int come first: other kinds of numbers take longer to recognize.
     if type(scale) is not float and (
         isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat, torch.SymInt))
     ):

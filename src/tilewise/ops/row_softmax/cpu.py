@@ -1,9 +1,9 @@
-"""The softmax in torch operators: PyTorch's kernels where they give the right result, pieces where they do not.
+"""Softmax in torch operators: PyTorch's kernels if they give the right result, else blocks of rows.
 
-PyTorch's kernels read a tensor once and hold float32 statistics, but they know no rows that see nothing and take NaN in
-dP along where P is 0. Both leave a trace, a NaN or an infinity in what they return, and only then is a second look
-taken. What needs temporary memory, scale, bias and mask above all, runs a piece of the tensor at a time: that memory
-does not grow with the tensor, and a piece's stays in the cache.
+PyTorch's kernels read a tensor once and have float32 statistics, but give NaN for fully masked rows, and let NaN in dP
+through if P is 0. Both leave a NaN or an infinity in the result, which triggers a second pass. Steps that require
+temporary memory (scale, bias, mask) run on one block at a time, so that this memory does not grow with the tensor and a
+block stays in the cache.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tilewise.ops.row_softmax import BiasLike, SoftmaxNeeds, statistics_dtype
 
-AT_ONCE = 1 << 19  # elements of a piece; more where a single row has more
-# By this many float32 numbers for each element of a row PyTorch's 16-bit backward widens rows that are not contiguous.
+AT_ONCE = 1 << 19  # elements of a block; more if a single row has more
+# float32 numbers per row element that PyTorch's 16-bit backward allocates for rows that are not contiguous.
 _BESIDE = 64
 Piece = tuple[slice, ...]
 
@@ -31,7 +31,7 @@ def forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, d
     if plain and x.is_contiguous() and _rounds_once(x, dim):
         p = torch._softmax(x, dim, False)
         if not _has_nan(p, dim):
-            # Axes of size 1 may have any stride, and P has x's.
+            # P has x's strides, and axes of size 1 may have any stride.
             return p if p.stride() == x.stride() else p.as_strided(x.shape, x.stride())
     p = torch.empty_like(x)
     into = p
@@ -53,7 +53,7 @@ def _softmax(p: Tensor, x: Tensor, scale: float, bias: Tensor | None, mask: Tens
     wide = statistics_dtype(x.dtype)
     s, top = x, None
     if bias is not None:
-        # Where two 16-bit dtypes are one, their sum would be of it as well.
+        # A sum of two equal 16-bit dtypes would have 16 bits, too.
         s = x if torch.promote_types(x.dtype, bias.dtype) == wide else x.to(wide)
         s = torch.add(bias, s, alpha=scale).to(wide)
     if mask is not None:
@@ -71,16 +71,17 @@ def _softmax(p: Tensor, x: Tensor, scale: float, bias: Tensor | None, mask: Tens
         p.copy_(into)
     if _has_nan(p, dim):
         top = s.amax(dim, keepdim=True) if top is None else top
-        p.masked_fill_(top == -torch.inf, 0.0)  # a row that sees nothing
+        p.masked_fill_(top == -torch.inf, 0.0)  # a fully masked row
 
 
 def _rounds_once(s: Tensor, dim: int) -> bool:
-    """Along any axis but the last, PyTorch's kernel keeps some of the exponentials of a 16-bit tensor in 16 bits."""
+    """True if PyTorch's kernel rounds once. Along any axis but the last it keeps some 16-bit exponentials in 16
+    bits."""
     return dim == s.dim() - 1 or s.dtype == statistics_dtype(s.dtype)
 
 
 def _has_nan(p: Tensor, dim: int) -> bool:
-    """A NaN, an infinity or nothing that is visible makes all of a row NaN: one element tells."""
+    """True if some row is NaN, as rows with NaN, +inf or no visible element are; one element per row tells."""
     return math.isnan(p.select(dim, 0).sum().item())
 
 
@@ -113,12 +114,12 @@ def _dx(dp: Tensor, p: Tensor, scale: float, dim: int) -> Tensor:
 
 
 def _fits_kernel(dp: Tensor, p: Tensor, scale: float, dim: int) -> bool:
-    """One call makes dx, without a copy of anything."""
+    """True if one call of PyTorch's kernel computes dx, without a copy."""
     return p.is_contiguous() and dp.is_contiguous() and dp.dtype == p.dtype and _is_exact(p, scale, dim)
 
 
 def _backward(dx: Tensor | None, dbias: Tensor | None, dp: Tensor, p: Tensor, scale: float, dim: int) -> None:
-    """Writes dx, and writes dbias if it is as large as P; adds to it if not."""
+    """Write dx, and dbias if it has P's shape; otherwise add to dbias."""
     like = p if dx is None else dx
     if not like.is_contiguous():
         order = _order(like)
@@ -148,14 +149,14 @@ def _backward(dx: Tensor | None, dbias: Tensor | None, dp: Tensor, p: Tensor, sc
 
 
 def _is_exact(p: Tensor, scale: float, dim: int) -> bool:
-    """Whether dS may have p's dtype: if that has 32 bits or more, or nothing rounds again what is of 16."""
+    """True if dS may have p's dtype: 32 bits or more, or 16 bits that nothing rounds again."""
     return p.itemsize > 2 or (scale == 1 and (dim == p.dim() - 1 or _BESIDE * p.shape[dim] <= AT_ONCE))
 
 
 def _softmax_derivative(dp: Tensor, p: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """dS = P ∘ (dP - delta), delta = rowsum(dP ∘ P); where P is 0, dP takes no part, NaN or not.
+    """Return dS = P ∘ (dP - delta), delta = rowsum(dP ∘ P); if P is 0, dS is 0, even for NaN in dP.
 
-    In out if that serves, else in memory of its own.
+    The result is in ``out`` if dtype and strides allow it.
     """
     p, dp = p.to(dtype).contiguous(), dp.to(dtype).contiguous()
     ds = out if out is not None and out.dtype == dtype and out.is_contiguous() else torch.empty_like(p)
@@ -168,11 +169,11 @@ def _softmax_derivative(dp: Tensor, p: Tensor, dim: int, dtype: torch.dtype, out
 
 
 def _is_finite(ds: Tensor) -> bool:
-    """Whether all of it is, for certain if the answer is yes; then what stands where P is 0 is 0 as well."""
+    """True if the sum is finite, and so all elements are; then dS is 0 where P is 0."""
     return math.isfinite(ds.sum().item())
 
 
-# --- PyTorch's kernels, which write as if what they write into were contiguous ---
+# --- PyTorch's kernels, which write to their output as if it were contiguous ---
 
 
 def _run_softmax(s: Tensor, p: Tensor, dim: int) -> None:
@@ -188,22 +189,22 @@ def _run_derivative(dp: Tensor, p: Tensor, ds: Tensor, dim: int) -> None:
 
 
 def _is_innermost(p: Tensor, dim: int) -> bool:
-    """Only axes of size 1 follow: moved to the end it is still contiguous, and the kernel is a faster one."""
+    """True if only axes of size 1 follow ``dim``: moved to the end, p stays contiguous and the kernel is faster."""
     return dim != p.dim() - 1 and p.stride(dim) == 1
 
 
-# --- pieces ---
+# --- blocks of rows ---
 
 
 def _order(x: Tensor) -> list[int]:
-    """The axes of a dense tensor from the outermost in memory to the innermost: permuted so, it is contiguous."""
+    """Return the axes of a dense tensor by decreasing stride; permuted to this order, it is contiguous."""
     return sorted(range(x.dim()), key=x.stride, reverse=True)
 
 
 def _pieces(shape: torch.Size, dim: int) -> Iterator[Piece]:
-    """Slices that cut a tensor into whole rows, about `AT_ONCE` elements each, or one row if that is longer.
+    """Yield slices that cut a tensor into whole rows, about `AT_ONCE` elements each, or one longer row.
 
-    None of them if that is all of it, as slicing costs small tensors more than their softmax.
+    Yield () for a tensor that fits, because slicing costs small tensors more than their softmax.
     """
     if math.prod(shape) <= AT_ONCE:
         yield ()
@@ -225,7 +226,7 @@ def _of(x: Tensor, piece: Piece) -> Tensor:
 
 
 def _part(operand: Tensor | None, piece: Piece) -> Tensor | None:
-    """What of a bias or mask belongs to a piece; an axis of size 1 broadcasts."""
+    """Return the slice of a bias or mask for a block; axes of size 1 broadcast."""
     if operand is None or not piece:
         return operand
     return operand[tuple(slice(None) if n == 1 else s for n, s in zip(operand.shape, piece, strict=True))]

@@ -1,4 +1,4 @@
-"""explain(): who computes a softmax, how often it is read and why, and its traffic, without running it."""
+"""explain(): kernels, tiles and memory traffic of a softmax, without running it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tilewise.quantities import count, quantity
 
 @dataclass(frozen=True)
 class SoftmaxExplanation(Lines):
-    """What `explain` found; ``str()`` of it is the same in words.
+    """Result of `explain`; ``str()`` returns it as text.
 
     Attributes:
-        rows, length: how many rows there are, and of how many elements.
-        dtype: of x.
-        forward, backward: the tiles of each on a GPU; None on the CPU.
-        forward_bytes, backward_bytes: the least traffic with the device's memory: x, bias and mask read and P written
-            once; P and dP read, dx and the bias's gradient written once.
+        rows, length: number of rows, and elements per row.
+        dtype: dtype of x.
+        forward, backward: their tiles on a GPU; None on the CPU.
+        forward_bytes, backward_bytes: least memory traffic. Forward: x, bias and mask read and P written once.
+            Backward: P and dP read, dx and the bias's gradient written once.
     """
 
     rows: int
@@ -52,17 +52,17 @@ def explain(
     dim: int = -1,
     multiprocessors: int | None = None,
 ) -> SoftmaxExplanation:
-    """What `tilewise.softmax` would do with these arguments. Nothing is computed.
+    """Return the kernels, tiles and memory traffic of a call of `tilewise.softmax`. Nothing is computed.
 
     Args:
-        x, scale, bias, mask, dim: as for `tilewise.softmax`; tensors on the meta device serve as well.
-        multiprocessors: plan for a GPU that has so many. Default: the tensors' own device, which may be the CPU.
+        x, scale, bias, mask, dim: as for `tilewise.softmax`; tensors may be on the meta device.
+        multiprocessors: plan for a GPU with this number. Default: the tensors' own device, which may be the CPU.
 
     Returns:
         SoftmaxExplanation; print it.
 
     Raises:
-        ValueError, TypeError: as `tilewise.softmax`; for fewer multiprocessors than 1.
+        ValueError, TypeError: as for `tilewise.softmax`; fewer than 1 multiprocessors.
     """
     check_arguments(x, scale, bias, mask, dim)
     if multiprocessors is not None and multiprocessors < 1:

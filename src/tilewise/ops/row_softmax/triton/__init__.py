@@ -1,10 +1,10 @@
-"""The softmax on GPUs: one read and one write where a row fits on chip, at most two reads elsewhere.
+"""Softmax on GPUs: one read and one write if a row fits on chip, otherwise at most two reads.
 
-axes           the axes but the softmax's, joined where strides allow it
-rows           where the elements of a tile of rows lie, and how programs that share a row learn its statistics
+axes           all axes but the softmax's, merged if strides allow it
+rows           addresses of the elements of a tile, and statistics of rows shared by several programs
 forward        kernels of P
 backward       kernels of dS
 bias_gradient  the kernel that sums dS over the axes that a bias broadcasts
-config         which kernel, and how large its tiles are
-launch         from tensors to kernels
+config         choice of the kernel and its tiles
+launch         kernel launches
 """

@@ -1,4 +1,4 @@
-"""The axes of several tensors of one shape, of any number and strides, as the few that kernels walk."""
+"""Merging of the axes of several tensors of one shape, with any strides, into few axes for kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Strides = tuple[int, ...]
 
 
 class SoftmaxAxes(NamedTuple):
-    """The axes of a tensor but the softmax's: as few as several tensors' strides allow, the last one innermost."""
+    """Axes other than the softmax's, as few as the strides of several tensors allow, the innermost last."""
 
     sizes: tuple[int, ...]
-    strides: tuple[Strides | None, ...]  # of each tensor
-    cols: tuple[int, ...]  # the stride along a row, of each tensor
+    strides: tuple[Strides | None, ...]  # per tensor
+    cols: tuple[int, ...]  # stride along a row, per tensor
 
     @property
     def rows(self) -> int:
@@ -23,13 +23,13 @@ class SoftmaxAxes(NamedTuple):
 
     @property
     def across(self) -> bool:
-        """Whether neighbours of a column of the first tensor are closer in memory than those of a row."""
+        """True if neighbours in a column of the first tensor are closer in memory than neighbours in a row."""
         strides = self.strides[0] or (0,)
         return 0 < strides[-1] < self.cols[0]
 
 
 def collapse(shape: tuple[int, ...], dim: int, tensors: tuple[Strides | None, ...]) -> SoftmaxAxes:
-    """Order the axes by the first tensor's strides and join those that every tensor runs through in one stride."""
+    """Order the axes by the first tensor's strides, and merge those along which every tensor has one stride."""
     first = tensors[0]
     assert first is not None
     axes = sorted((n for n in range(len(shape)) if n != dim and shape[n] > 1), key=lambda n: -first[n])
@@ -54,5 +54,5 @@ def collapse(shape: tuple[int, ...], dim: int, tensors: tuple[Strides | None, ..
 
 
 def broadcast_strides(x: Tensor | None) -> Strides | None:
-    """0 along axes of size 1, which broadcast or do not matter."""
+    """Return the strides of ``x``, 0 along axes of size 1."""
     return None if x is None else tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))

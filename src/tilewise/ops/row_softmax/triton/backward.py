@@ -1,6 +1,6 @@
-"""dS = P ∘ (dP - delta), delta = rowsum(dP ∘ P); dx = scale · dS, and dbias = dS where no two scores share an element.
+"""Kernels of dS = P ∘ (dP - delta), delta = rowsum(dP ∘ P); dx = scale · dS, and dbias = dS if bias has x's shape.
 
-Where P is 0 the element was hidden, or as good as that: dP takes no part there, NaN or not.
+If P is 0, dS is 0 for any dP, NaN included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tilewise.ops.row_softmax.triton.rows import again, elements, gather, place,
 
 @triton.jit
 def _load(dp, p, starts, cols, valid, end, POLICY: tl.constexpr, c):
-    """Tiles of P and dP [ROWS, columns], P 0 outside."""
+    """Load tiles of P and dP [ROWS, columns]; 0 outside."""
     inside = valid[:, None] & (cols < end)[None, :]
     p_tile = tl.load(elements(p, starts[1], cols, c), mask=inside, other=0.0, eviction_policy=POLICY)
     dp_tile = tl.load(elements(dp, starts[0], cols, c), mask=inside, other=0.0, eviction_policy=POLICY)
@@ -22,14 +22,14 @@ def _load(dp, p, starts, cols, valid, end, POLICY: tl.constexpr, c):
 
 @triton.jit
 def delta_share(p_tile, dp_tile):
-    """The share of a tile in rowsum(dP ∘ P)."""
+    """Return the contribution of a tile to rowsum(dP ∘ P)."""
     p_tile = p_tile.to(tl.float32)
     return tl.sum(tl.where(p_tile != 0, p_tile * dp_tile.to(tl.float32), 0.0), 1)
 
 
 @triton.jit
 def score_gradient(p_tile, dp_tile, delta):
-    """dS."""
+    """Return dS of a tile."""
     p_tile = p_tile.to(tl.float32)
     return tl.where(p_tile != 0, p_tile * (dp_tile.to(tl.float32) - delta[:, None]), 0.0)
 
@@ -46,7 +46,7 @@ def _store(dx, dbias, starts, ds, cols, valid, end, scale, c):
 
 @triton.jit
 def _starts(dp, p, dx, dbias, outer, rows, sizes, c):
-    """Addresses of the rows of dP, P, dx and dbias; dP's where there is none."""
+    """Return the row addresses of dP, P, dx and dbias; dP's for an absent dx or dbias."""
     start = row_start(dp, outer, rows, sizes, c)
     dx_start = row_start(dx, outer, rows, sizes, c) if c.DX else start
     dbias_start = row_start(dbias, outer, rows, sizes, c) if c.DBIAS else start
@@ -55,7 +55,7 @@ def _starts(dp, p, dx, dbias, outer, rows, sizes, c):
 
 @triton.jit
 def tile_kernel(dp, p, dx, dbias, row_delta, slots, sizes, length, scale, c):
-    """dS of rows that stay on chip; programs as in `forward.tile_kernel`. ``row_delta``: delta of each row, or None."""
+    """Compute dS of rows that stay on chip, like `forward.tile_kernel`. ``row_delta``: delta of each row, or None."""
     pid = tl.program_id(0)
     outer, rows = place(pid // c.PARTS, sizes, c)
     valid = rows < sizes[c.AXES - 1]
@@ -76,7 +76,7 @@ def tile_kernel(dp, p, dx, dbias, row_delta, slots, sizes, length, scale, c):
 
 @triton.jit
 def _walk(dp, p, starts, first, last, valid, c):
-    """The share of the columns from ``first`` to ``last`` in delta."""
+    """Return the contribution of columns ``first`` to ``last`` to delta."""
     delta = tl.zeros([c.ROWS], tl.float32)
     for begin in tl.range(first, last, c.BLOCK):
         p_tile, dp_tile = _load(dp, p, starts, begin + tl.arange(0, c.BLOCK), valid, last, "evict_last", c)
@@ -86,7 +86,7 @@ def _walk(dp, p, starts, first, last, valid, c):
 
 @triton.jit
 def statistics_kernel(dp, p, slots, sizes, length, span, c):
-    """The shares in delta of each of the PARTS of rows, ``span`` columns long."""
+    """Compute the contributions to delta of each of the PARTS of rows, ``span`` columns long."""
     pid = tl.program_id(0)
     outer, rows = place(pid // c.PARTS, sizes, c)
     valid = rows < sizes[c.AXES - 1]
@@ -98,7 +98,7 @@ def statistics_kernel(dp, p, slots, sizes, length, span, c):
 
 @triton.jit
 def loop_kernel(dp, p, dx, dbias, row_delta, slots, sizes, length, span, scale, c):
-    """dS of a part of rows, a tile at a time; as `forward.loop_kernel`."""
+    """Compute dS of a part of rows, one tile at a time, like `forward.loop_kernel`."""
     pid = tl.program_id(0)
     outer, rows = place(pid // c.PARTS, sizes, c)
     valid = rows < sizes[c.AXES - 1]

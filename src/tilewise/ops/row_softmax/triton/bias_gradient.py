@@ -1,8 +1,8 @@
-"""The gradient of a bias that broadcasts: dS, computed once more from P, dP and delta, summed in float32.
+"""Gradient of a bias that broadcasts: dS, recomputed from P, dP and delta, summed in float32.
 
-The axes of the rows are of two kinds, ordered in ``sizes``: first those that the bias has too, which are kept, then
-those over which it is summed. A program keeps one place of the bias and walks a share of the rows that read it; what
-the programs of one place have found is added up afterwards, so that equal inputs give equal bits.
+``sizes`` has first the row axes that the bias has, which are kept, then those that are summed. A program computes one
+place of the bias from a share of the rows that read it. The shares of each place are added afterwards, so that equal
+inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tilewise.ops.row_softmax.triton.backward import score_gradient
 
 
 class BiasGradientConstants(NamedTuple):
-    """What the kernel knows when it is compiled; every field is a tl.constexpr."""
+    """Compile-time constants of the kernel; every field is a tl.constexpr."""
 
-    KEPT: Any  # of the axes
-    AXES: Any  # in all
-    ROWS: Any  # of a tile: neighbours along the last axis of one kind
-    KEPT_ROWS: Any  # that kind is the kept one
+    KEPT: Any  # number of kept axes
+    AXES: Any  # number of all axes
+    ROWS: Any  # rows of a tile: neighbours along the last kept, or last summed, axis
+    KEPT_ROWS: Any  # the rows of a tile are along a kept axis
     BLOCK: Any  # columns of a tile
     SPLITS: Any  # programs that share a place
     COLS: Any  # the bias has the axis of the softmax
@@ -30,7 +30,7 @@ class BiasGradientConstants(NamedTuple):
 
 @triton.jit
 def _offset(x, index, sizes, FIRST: tl.constexpr, END: tl.constexpr):
-    """Of an index of the axes from FIRST to END, in one number."""
+    """Return the offset of an index over the axes FIRST to END, given as one number."""
     at = tl.cast(index * 0, tl.int64)
     for n in tl.static_range(END - FIRST):
         at += (index % sizes[END - 1 - n]).to(tl.int64) * x[END + 1 - n]
@@ -40,7 +40,7 @@ def _offset(x, index, sizes, FIRST: tl.constexpr, END: tl.constexpr):
 
 @triton.jit
 def _tile_offset(x, tile, sizes, FIRST: tl.constexpr, END: tl.constexpr, c):
-    """(offsets [ROWS], which of them exist) of a tile along the last axis from FIRST to END."""
+    """Return (offsets [ROWS], valid [ROWS]) of a tile along the last of the axes FIRST to END."""
     tiles = tl.cdiv(sizes[END - 1], c.ROWS)
     rows = tile % tiles * c.ROWS + tl.arange(0, c.ROWS)
     at = _offset(x, tile // tiles, sizes, FIRST, END - 1) + rows.to(tl.int64) * x[END + 1]
@@ -49,7 +49,7 @@ def _tile_offset(x, tile, sizes, FIRST: tl.constexpr, END: tl.constexpr, c):
 
 @triton.jit
 def _offsets(x, place, step, sizes, c):
-    """Offsets [ROWS] of the rows that a program reads in one step, and which of them exist."""
+    """Return (offsets [ROWS], valid [ROWS]) of the rows that a program reads in one step."""
     if c.KEPT_ROWS:
         at, valid = _tile_offset(x, place, sizes, 0, c.KEPT, c)
         at += _offset(x, step, sizes, c.KEPT, c.AXES)
@@ -61,8 +61,11 @@ def _offsets(x, place, step, sizes, c):
 
 @triton.jit
 def bias_gradient_kernel(dp, p, delta, dbias, sizes, length, steps, places, size, c):
-    """The sums of one split for one tile of the bias. ``steps``: of all splits. ``size``: elements of the bias, of
-    which there is a copy for each split, and for each tile of columns where the bias does not have them."""
+    """Compute the sums of one split for one tile of the bias.
+
+    ``steps``: steps of all splits. ``size``: elements of the bias; ``dbias`` has a copy of it per split, and per tile
+    of columns if the bias has no columns.
+    """
     pid = tl.program_id(0)
     place = pid % places
     split = pid // places % c.SPLITS

@@ -1,22 +1,22 @@
-"""Which kernel computes a softmax, and how large its tiles are, with the reason for the numbers.
+"""Choice of the kernel of a softmax and of its tiles, with the reasons for the numbers.
 
-Measured on an H200 with Triton 3.6 (docs/notebook/softmax.md). A program's elements stay in registers, 4 bytes each,
-and a multiprocessor needs several programs, so that one loads while another computes or stores. Rows of up to 16384
+Measured on an H200 with Triton 3.6 (docs/notebook/softmax.md). A program's elements stay in registers, 4 bytes each. A
+multiprocessor needs several programs, so that one loads while another computes or stores. Rows of up to 16384 elements
 fit. A longer row is shared by programs of 4096 elements: the smaller a program, the sooner another takes its place
-while the rest of its row is awaited. What is on its way while a program waits decides, so that 16-bit elements stay 16
-bits wide and threads get few registers: `PACKED`.
+while the row's other programs are awaited. The loads in flight while a program waits decide the speed, so 16-bit
+elements stay 16 bits wide and threads get few registers: `PACKED`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-TILE = 16384  # elements that one program holds
-SHARED_TILE = 4096  # of a program that shares its row with others
-SMALL_TILE = 1024  # at least, where rows are short
-LOOP_TILE = 4096  # elements of a tile of the kernels that walk along rows
+TILE = 16384  # elements per program
+SHARED_TILE = 4096  # elements of a program that shares its row with others
+SMALL_TILE = 1024  # least elements per program for short rows
+LOOP_TILE = 4096  # elements of a tile of the kernels that loop over rows
 
-# Of 16-bit rows with nothing but scores, by backward and length: elements of a program, warps, registers of a thread.
+# 16-bit rows without bias and mask, by (backward, length): elements of a program, warps, registers per thread.
 PACKED = {
     (False, 32768): (32768, 16, 64),
     (False, 65536): (4096, 1, 128),
@@ -28,11 +28,11 @@ PACKED = {
 
 @dataclass(frozen=True)
 class SoftmaxConfig:
-    """A tile of ``rows`` by ``block`` elements, ``parts`` programs for each row.
+    """Tile of ``rows`` by ``block`` elements, with ``parts`` programs per row.
 
-    on_chip: each element is read once; else rows are walked twice, ``span`` columns by each program.
+    on_chip: each element is read once; otherwise rows are read twice, ``span`` columns by each program.
     pack: 16-bit elements stay 16 bits wide while their row's statistics are computed.
-    registers: at most so many for a thread of a packed tile, so that more programs fit; None: the compiler's choice.
+    registers: limit per thread of a packed tile, so that more programs fit; None: the compiler's choice.
     """
 
     on_chip: bool
@@ -46,7 +46,7 @@ class SoftmaxConfig:
 
 
 def power_of_two(n: int) -> int:
-    """The next one."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -60,23 +60,26 @@ def softmax_config(
     processors: int,
     plain: bool = True,
 ) -> SoftmaxConfig:
-    """
+    """Return the kernel and tiles of a softmax.
+
     Args:
-        rows: in all.
-        neighbours: rows along the last axis, of which a tile takes some.
-        length: of a row.
-        across: neighbours of a column are closer in memory than those of a row: a tile needs enough rows to read whole
+        rows: number of all rows.
+        neighbours: rows along the last axis, some of which form a tile.
+        length: elements per row.
+        across: neighbours in a column are closer in memory than in a row: a tile needs enough rows to read whole
             sectors.
         itemsize: bytes of an element of x.
-        processors: multiprocessors of the device; 0 if programs do not run side by side (Triton's interpreter).
+        processors: multiprocessors of the device; 0 if programs do not run concurrently (Triton's interpreter).
         plain: there is neither a bias nor a mask.
     """
     block = power_of_two(length)
     together = min(32, power_of_two(neighbours)) if across else 1
 
     def run_together(parts: int) -> bool:
-        """Programs that wait for each other must run at the same time, whatever else the device is doing: half of them
-        fit if each has a multiprocessor of its own. They start in the order of their numbers."""
+        """True if programs that wait for each other run concurrently, whatever else the device does.
+
+        Half of them fit if each has a multiprocessor of its own; they start in the order of their numbers.
+        """
         return together == 1 and (parts == 1 or 2 * parts <= processors <= rows * parts)
 
     if plain and itemsize == 2 and (backward, block) in PACKED:
@@ -87,7 +90,7 @@ def softmax_config(
     if block * together <= TILE:
         together = max(together, min(SMALL_TILE // block, power_of_two(neighbours), 128))
         return _tile(together, block, 1, itemsize, backward)
-    # The one case in which smaller programs were faster: 4.07 TB/s against 3.99 with rows of 128k.
+    # Only here smaller programs were faster: 4.07 TB/s against 3.99 with rows of 128k.
     shared = SHARED_TILE // 2 if itemsize == 4 and not backward and length > 65536 else SHARED_TILE
     for part in (shared, SHARED_TILE):
         parts = block // part

@@ -1,4 +1,4 @@
-"""P, by the online softmax: the maximum and the sum of a row's parts are those of the row once they are joined."""
+"""Kernels of P, by the online softmax: maxima and sums of a row's parts are merged to those of the row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilewise.ops.row_softmax.triton.rows import again, elements, gather, place,
 
 @triton.jit
 def _starts(x, bias, mask, outer, rows, sizes, c):
-    """Addresses of the rows of x, bias and mask; x's where there is none."""
+    """Return the row addresses of x, bias and mask; x's for an absent bias or mask."""
     start = row_start(x, outer, rows, sizes, c)
     bias_start = row_start(bias, outer, rows, sizes, c) if c.BIAS else start
     mask_start = row_start(mask, outer, rows, sizes, c) if c.MASK else start
@@ -19,7 +19,7 @@ def _starts(x, bias, mask, outer, rows, sizes, c):
 
 @triton.jit
 def _scores(x, bias, mask, starts, cols, valid, end, scale, POLICY: tl.constexpr, c):
-    """A tile of scores [ROWS, columns], -inf where hidden and outside; without a bias they are not scaled yet."""
+    """Return a tile of scores [ROWS, columns], -inf if masked or outside; scaled only if there is a bias."""
     inside = valid[:, None] & (cols < end)[None, :]
     at = elements(x, starts[0], cols, c)
     s = tl.load(at, mask=inside, other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
@@ -33,15 +33,15 @@ def _scores(x, bias, mask, starts, cols, valid, end, scale, POLICY: tl.constexpr
 
 @triton.jit
 def _base(m):
-    """What is subtracted from scores whose maximum is ``m``: 0 where nothing was seen."""
+    """Return the number to subtract from scores with maximum ``m``: 0 if the row is fully masked."""
     return tl.where(m == -float("inf"), 0.0, m)
 
 
 @triton.jit
 def _join(m_parts, l_parts, factor):
-    """(m, l) [ROWS] of rows from those of their parts [ROWS, PARTS]."""
+    """Return (m, l) [ROWS] of rows, merged from their parts [ROWS, PARTS]."""
     m = tl.max(m_parts, 1)
-    # Subtracted before it is scaled, here and below: in this order no finite score overflows.
+    # Subtracting before scaling, here and below, prevents an overflow for every finite score.
     return m, tl.sum(l_parts * tl.exp2((m_parts - _base(m)[:, None]) * factor), 1)
 
 
@@ -54,8 +54,10 @@ def _store(p, start, cols, valid, end, tile, c):
 
 @triton.jit
 def tile_kernel(x, bias, mask, p, slots, sizes, length, scale, factor, c):
-    """P of rows that stay on chip: in one program, or in PARTS that run side by side and wait for each other's
-    statistics. ``factor``: log2(e), and the scale where there is no bias. ``slots``: zeros, see `rows.publish`."""
+    """Compute P of rows that stay on chip, in one program or in PARTS that wait for each other's statistics.
+
+    ``factor``: log2(e), times the scale if there is no bias. ``slots``: zeros, see `rows.publish`.
+    """
     pid = tl.program_id(0)
     outer, rows = place(pid // c.PARTS, sizes, c)
     valid = rows < sizes[c.AXES - 1]
@@ -77,7 +79,7 @@ def tile_kernel(x, bias, mask, p, slots, sizes, length, scale, factor, c):
         publish(slots, numbers, valid, pid % c.PARTS, m, l_row, True, c)
         m_parts, l_parts = gather(slots, numbers, valid, True, c)
         m_row, l_row = _join(m_parts, l_parts, factor)
-    share = 1.0 / tl.where(l_row == 0, 1.0, l_row)  # a row that saw nothing is 0
+    share = 1.0 / tl.where(l_row == 0, 1.0, l_row)  # a fully masked row is 0
     if c.PACK:
         e = tl.exp2((again(raw, c).to(tl.float32) - _base(m_row)[:, None]) * factor)
     else:
@@ -87,14 +89,14 @@ def tile_kernel(x, bias, mask, p, slots, sizes, length, scale, factor, c):
 
 @triton.jit
 def _walk(x, bias, mask, starts, first, last, valid, scale, factor, c):
-    """(m, l) [ROWS] of the columns from ``first`` to ``last``, a tile at a time."""
+    """Return (m, l) [ROWS] of columns ``first`` to ``last``, one tile at a time."""
     m = tl.full([c.ROWS], -float("inf"), tl.float32)
     l = tl.zeros([c.ROWS], tl.float32)  # noqa: E741
     for begin in tl.range(first, last, c.BLOCK):
         s = _scores(x, bias, mask, starts, begin + tl.arange(0, c.BLOCK), valid, last, scale, "evict_last", c)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = _base(m_new)
-        # NaN does not pass through a maximum, but through the sum
+        # NaN does not propagate through a maximum, but through the sum
         l = l * tl.exp2((m - base) * factor) + tl.sum(tl.exp2((s - base[:, None]) * factor), 1)  # noqa: E741
         m = m_new
     return m, l
@@ -102,7 +104,7 @@ def _walk(x, bias, mask, starts, first, last, valid, scale, factor, c):
 
 @triton.jit
 def statistics_kernel(x, bias, mask, slots, sizes, length, span, scale, factor, c):
-    """(m, l) of each of the PARTS of rows, ``span`` columns long."""
+    """Compute (m, l) of each of the PARTS of rows, ``span`` columns long."""
     pid = tl.program_id(0)
     outer, rows = place(pid // c.PARTS, sizes, c)
     valid = rows < sizes[c.AXES - 1]
@@ -114,8 +116,10 @@ def statistics_kernel(x, bias, mask, slots, sizes, length, span, scale, factor, 
 
 @triton.jit
 def loop_kernel(x, bias, mask, p, slots, sizes, length, span, scale, factor, c):
-    """P of a part of rows, a tile at a time, from the statistics in ``slots``; a row of one part is read twice here,
-    the second time from the L2 cache."""
+    """Compute P of a part of rows, one tile at a time, from the statistics in ``slots``.
+
+    With one part, the row is read twice here, the second time from the L2 cache.
+    """
     pid = tl.program_id(0)
     outer, rows = place(pid // c.PARTS, sizes, c)
     valid = rows < sizes[c.AXES - 1]

@@ -1,4 +1,4 @@
-"""From tensors to kernel launches."""
+"""Kernel launches for tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG2E = math.log2(math.e)
 
 
 def _strided(x: Tensor | None, axes: SoftmaxAxes, n: int) -> tuple:
-    """Tensor ``n`` of those that were collapsed, as its kernel argument, see `rows`."""
+    """Return collapsed tensor ``n`` as a kernel argument, see `rows`."""
     return (x, axes.cols[n], *(axes.strides[n] or [0] * len(axes.sizes)))
 
 
@@ -36,7 +36,7 @@ def _prepare(
     processors: int,
     plain: bool,
 ) -> tuple[SoftmaxAxes, SoftmaxConfig, bool]:
-    """The axes, the tiles, and whether offsets along a row need 64 bits; the first of ``tensors`` is x or P."""
+    """Return the axes, the tiles, and if offsets along a row need 64 bits; the first of ``tensors`` is x or P."""
     axes = collapse(shape, dim, tensors)
     config = softmax_config(axes.rows, axes.sizes[-1], shape[dim], axes.across, itemsize, backward, processors, plain)
     wide = any((shape[dim] + config.block) * col >= 2**31 for col in axes.cols)
@@ -44,7 +44,7 @@ def _prepare(
 
 
 def _processors(x: Tensor) -> int:
-    """Multiprocessors that run programs side by side: none in Triton's interpreter."""
+    """Return the multiprocessors that run programs concurrently: 0 in Triton's interpreter."""
     if not x.is_cuda:
         return 0
     device = torch.cuda.get_device_properties(x.device)
@@ -65,14 +65,14 @@ def _programs(axes: SoftmaxAxes, config: SoftmaxConfig) -> tuple[int]:
 
 
 def _options(config: SoftmaxConfig, c: SoftmaxConstants) -> dict[str, int | None]:
-    # what is not packed takes more registers than a bound for packed tiles has room for
+    # a tile that is not packed needs more registers than the limit for packed tiles
     registers = config.registers if c.PACK.value else None
-    # sums and products in one instruction, for which Triton 3.9 wants to be asked
+    # Triton 3.9 fuses multiply and add only if asked
     return {"num_warps": config.num_warps, "maxnreg": registers, "enable_fp_fusion": True}
 
 
 def _slots(x: Tensor, axes: SoftmaxAxes, config: SoftmaxConfig) -> Tensor | None:
-    """Where programs leave the statistics of their part of a row, see `rows.publish`."""
+    """Return memory for the statistics of the parts of rows, see `rows.publish`; None if rows have one part."""
     if config.parts == 1:
         return None
     make = torch.zeros if config.on_chip else torch.empty
@@ -89,7 +89,7 @@ def forward(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None, d
         reads = _strided(x, axes, 0), _strided(bias, axes, 1), _strided(mask, axes, 2)
         p_rows, slots = _strided(p, axes, 3), _slots(x, axes, config)
         grid, options = _programs(axes, config), _options(config, c)
-        # The scale of scores without a bias is applied together with the change of base.
+        # Without a bias, the scale is applied together with the change of base.
         numbers = (scale, LOG2E if bias is not None else scale * LOG2E)
         sizes, length = axes.sizes, x.shape[dim]
         if config.on_chip:
@@ -136,7 +136,7 @@ def backward(
 
 
 def _summed_bias_gradient(dp: Tensor, p: Tensor, delta: Tensor, bias: BiasLike, dim: int) -> Tensor:
-    """dbias where the bias broadcasts; ``delta`` has the rows in the order of p's strides."""
+    """Return dbias of a bias that broadcasts; ``delta`` has the rows in the order of p's strides."""
     shape, length = tuple(p.shape), p.shape[dim]
     has_cols = bias.shape[dim] > 1 or length == 1
     target = torch.empty(bias.shape, device="meta")
@@ -173,7 +173,7 @@ def _summed_bias_gradient(dp: Tensor, p: Tensor, delta: Tensor, bias: BiasLike, 
 
 
 def _delta_strides(p: Tensor, dim: int) -> Strides:
-    """Of the row statistics as the kernels number rows: through the axes by p's strides, the innermost fastest."""
+    """Return the strides of the row statistics: rows are numbered by p's strides, the innermost axis fastest."""
     axes = sorted((n for n in range(p.dim()) if n != dim and p.shape[n] > 1), key=lambda n: -p.stride()[n])
     strides, step = [0] * p.dim(), 1
     for n in reversed(axes):
