@@ -376,7 +376,7 @@ def test_layouts_that_agree_and_differ():
     difference = first_difference(o, replace(o, swizzle=SwizzleMode.B64), o.shape)
     assert difference is not None
     assert difference.element == (0, 32)
-    assert str(difference) == "element (0, 32) lies at offset 32 in the first layout, 1024 in the second"
+    assert str(difference) == "element (0, 32) is at offset 32 in the first layout, 1024 in the second"
     assert first_difference(o, replace(o, order="leading"), o.shape).element == (0, 64)
 
 

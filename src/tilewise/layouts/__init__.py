@@ -1,17 +1,17 @@
-"""Shared-memory layouts of tensor-core operands: computed, drawn, and written in the languages of CuTe and of Triton.
+"""Shared-memory layouts of tensor-core operands: computed, drawn, and written in the notation of CuTe and of Triton.
 
-Pure Python: needs neither torch nor triton. docs/layouts.md teaches the subject.
+Pure Python, without torch and triton. docs/layouts.md teaches the subject.
 
 int_tuple   nested tuples of integers
 cute        CuTe's layout algebra: shape:stride, composition, complement, divide, product, inverses, swizzles
-linear      linear layouts over F2, as Triton has them
-convert     between the two
+linear      linear layouts over F2, as in Triton
+convert     conversion between the two
 operand     an operand in shared memory: swizzle atoms, offsets, SBO and LBO
-mma         what an instruction is told and reads: descriptors of sm_90 and sm_100, shares, the hardware's rules
+mma         instructions: descriptors of sm_90 and sm_100, shares, the hardware's rules
 nvmma       the linear layouts of Gluon's NVMMASharedLayout
-checks      bank conflicts of an access; whether two layouts agree
+checks      bank conflicts of an access; comparison of two layouts
 text        facts and drawings for a terminal
-figure      the drawing, in lines, boxes and words; svg and png write it, page is the interactive one
+figure      the drawing, as lines, boxes and words; svg and png write it, page is the interactive one
 """
 
 from __future__ import annotations

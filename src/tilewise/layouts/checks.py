@@ -1,4 +1,4 @@
-"""Questions that a kernel's author asks of a layout: does this access conflict, do these two layouts agree?"""
+"""Checks of layouts: bank conflicts of an access, and the first difference of two layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Access:
-    """What one instruction of a warp costs: passes over the banks, and the fewest that its bytes could need."""
+    """Cost of one instruction of a warp: wavefronts (passes over the banks), and the fewest for its bytes."""
 
     wavefronts: int
     ideal: int
@@ -30,18 +30,18 @@ class Access:
 
 
 def wavefronts(addresses: Sequence[int | None], width: int) -> Access:
-    """The passes over the 32 banks, of 4 bytes each, that an access of a warp takes.
+    """Return the wavefronts of an access of a warp: passes over the 32 banks of 4 bytes each.
 
-    A pass serves 128 bytes: the lanes go 32, 16 or 8 at a time for accesses of up to 4, of 8 and of 16 bytes. Lanes
-    that want the same 4-byte word share it; different words in one bank have to wait for one another. This is the model
-    of the CUDA programming guide and of the profilers; it counts data passes, not the instruction's issue.
+    A pass serves 128 bytes: 32, 16 or 8 threads at a time for accesses of up to 4, of 8 and of 16 bytes. Threads that
+    access the same 4-byte word share it; different words in one bank are serialized. This is the model of the CUDA
+    programming guide and of the profilers; it counts data passes, not the issue of the instruction.
 
     Args:
-        addresses: in bytes, of lanes 0, 1, ...; None for a lane that takes no part.
-        width: bytes that each lane reads or writes: 1, 2, 4, 8 or 16.
+        addresses: byte addresses of threads 0, 1, ... of the warp; None for an inactive thread.
+        width: bytes per thread: 1, 2, 4, 8 or 16.
 
     Raises:
-        LayoutError: too many lanes, another width, or an address that is no multiple of it.
+        LayoutError: too many threads, another width, or an address that is not a multiple of it.
     """
     if width not in (1, 2, 4, 8, 16):
         raise LayoutError(f"width: must be 1, 2, 4, 8 or 16 bytes, got {width}: a lane has no other access")
@@ -70,16 +70,16 @@ def wavefronts(addresses: Sequence[int | None], width: int) -> Access:
 
 
 def element_addresses(operand: Operand, elements: Sequence[tuple[int, int] | None]) -> list[int | None]:
-    """Byte offsets of the elements (mn, k) that the lanes of a warp want; None for a lane that takes no part."""
+    """Return the byte offsets of elements (mn, k), one per thread of a warp; None for an inactive thread."""
     return [None if element is None else operand.byte_offset(*element) for element in elements]
 
 
 def matrix_addresses(operand: Operand, mn: int, k: int, matrices: int = 4) -> list[int | None]:
-    """Byte offsets that the lanes give to ldmatrix and stmatrix, for 1, 2 or 4 matrices of 8 rows by 16 bytes.
+    """Return the byte offsets that threads pass to ldmatrix and stmatrix, for 1, 2 or 4 matrices of 8 rows by 16 bytes.
 
-    A row runs along the leading dimension: for an MN-major operand the instruction is the one with ``.trans``. Matrices
-    0 and 1 follow one another in the strided dimension from element (mn, k), 2 and 3 are beside them: the order of the
-    fragments of mma.sync's A. `wavefronts` of these addresses, at a width of 16, tells whether they conflict.
+    A row runs along the leading dimension: an MN-major operand needs the instruction with ``.trans``. Matrices 0 and 1
+    are consecutive in the strided dimension from element (mn, k), 2 and 3 are next to them, as in the fragments of
+    mma.sync's A. `wavefronts` of these addresses, with width 16, tells if they conflict.
 
     Raises:
         LayoutError: another number of matrices, or rows that do not begin at a 16-byte unit.
@@ -107,21 +107,21 @@ Places = Operand | Layout | ComposedLayout | LinearLayout | Callable[[int, int],
 
 @dataclass(frozen=True)
 class Difference:
-    """The first element at which two layouts differ, and its two offsets."""
+    """First element at which two layouts differ, and its two offsets."""
 
     element: tuple[int, int]
     first: int
     second: int
 
     def __str__(self) -> str:
-        return f"element {self.element} lies at offset {self.first} in the first layout, {self.second} in the second"
+        return f"element {self.element} is at offset {self.first} in the first layout, {self.second} in the second"
 
 
 def first_difference(a: Places, b: Places, shape: tuple[int, int]) -> Difference | None:
-    """Where two layouts of a tile first differ, the last dimension fastest; None if they agree everywhere.
+    """Return the first difference of two layouts of a tile, the last dimension fastest; None if they are equal.
 
-    Offsets count elements. A layout is an `Operand`, a CuTe layout from (mn, k), a linear layout from ``offset`` to two
-    dimensions, as Triton has them, or a function of (mn, k).
+    Offsets are in elements. A layout is an `Operand`, a CuTe layout from (mn, k), a linear layout from ``offset`` to
+    two dimensions, as in Triton, or a function of (mn, k).
 
     Raises:
         LayoutError: a layout whose tile has another shape.
@@ -153,7 +153,7 @@ def _places(layout: Places, shape: tuple[int, int]) -> Callable[[int, int], int]
 
 
 def _inverse(layout: LinearLayout) -> Callable[[int, int], int]:
-    """From two coordinates to the offset; inputs of size 1 (Triton's ``block``) are left out."""
+    """Return the function from two coordinates to the offset; inputs of size 1 (Triton's ``block``) are left out."""
     inverse = LinearLayout(tuple((name, bases) for name, bases in layout.inputs if bases), layout.outputs).invert()
     names = [name for name, _ in layout.outputs]
     return lambda *element: inverse(**dict(zip(names, element, strict=True)))[0]

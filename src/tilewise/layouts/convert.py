@@ -1,4 +1,4 @@
-"""Between the two languages: CuTe layouts with a swizzle, and linear layouts over F2."""
+"""Conversion between CuTe layouts with a swizzle and linear layouts over F2."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ OFFSET = "offset"
 
 
 def swizzle_to_linear(swizzle: Swizzle, size: int) -> LinearLayout:
-    """A swizzle of the offsets below ``size``, a power of two, as a linear layout from offset to offset."""
+    """Return a swizzle of the offsets below ``size``, a power of two, as a linear layout from offset to offset."""
     bits = size.bit_length() - 1
     return LinearLayout.of({OFFSET: [(swizzle(1 << bit),) for bit in range(bits)]}, {OFFSET: size})
 
 
 def cute_to_linear(layout: Layout | ComposedLayout, names: Sequence[str]) -> LinearLayout:
-    """The linear layout from the coordinates in a layout's top-level modes, named ``names``, to ``offset``.
+    """Return the linear layout from the coordinates in a layout's top-level modes, named ``names``, to ``offset``.
 
     Raises:
-        ValueError: the layout is not linear over F2: a size that is no power of two, or offsets that carry when they
-            are added.
+        ValueError: the layout is not linear over F2: a size is not a power of two, or adding offsets carries.
     """
     plain = layout.layout if isinstance(layout, ComposedLayout) else layout
     if len(plain.modes) != len(names):
@@ -40,15 +39,15 @@ def cute_to_linear(layout: Layout | ComposedLayout, names: Sequence[str]) -> Lin
             used |= offset
             bases.append((layout.swizzle(offset) if isinstance(layout, ComposedLayout) else offset,))
         inputs[name] = bases
-    # A swizzle only moves bits downwards, so it does not enlarge the range of offsets.
+    # A swizzle moves bits only downwards, so it does not enlarge the range of offsets.
     return LinearLayout.of(inputs, {OFFSET: 1 << used.bit_length()})
 
 
 def linear_to_cute(linear: LinearLayout) -> ComposedLayout:
-    """The CuTe layout, with the swizzle of the fewest bits, of a linear layout from coordinates to ``offset``.
+    """Return the CuTe layout, with the swizzle of the fewest bits, of a linear layout from coordinates to ``offset``.
 
     Raises:
-        ValueError: there is none, with a swizzle of at most 3 bits and a shift of 3.
+        ValueError: there is none with a swizzle of at most 3 bits and a shift of 3.
     """
     for bits in range(4):
         for base in range(8) if bits else (0,):

@@ -1,8 +1,8 @@
 """CuTe's layout algebra: functions from coordinates to offsets, written shape:stride.
 
 A layout maps a coordinate to the inner product of coordinate and strides. A coordinate may be given at any depth: an
-integer stands for the coordinate that has this number when the leftmost mode runs fastest. The operations and their
-laws are those of CUTLASS's "CuTe layout algebra"; each law in a docstring here is checked by enumeration in the tests.
+integer is the number of a coordinate, with the leftmost mode fastest. Operations and laws are those of CUTLASS's "CuTe
+layout algebra"; the tests check each law in these docstrings by enumeration.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tilewise.layouts.int_tuple import IntTuple, compact_strides, congruent, fla
 
 @dataclass(frozen=True)
 class Layout:
-    """``shape:stride``, two congruent nested tuples; strides left out are compact, the leftmost mode fastest.
+    """Layout ``shape:stride``, two congruent nested tuples; default strides are compact, the leftmost mode fastest.
 
     Raises:
         ValueError: the tuples are not congruent, a size is below 1 or a stride below 0.
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """How many coordinates there are."""
+        """Number of coordinates."""
         return product(self.shape)
 
     @property
@@ -56,7 +56,7 @@ class Layout:
         return tuple(Layout(s, d) for s, d in zip(self.shape, self._stride, strict=True))
 
     def flat(self) -> list[tuple[int, int]]:
-        """(size, stride) of each innermost mode."""
+        """Return (size, stride) of each innermost mode."""
         return list(self._flat)
 
     @cached_property
@@ -64,7 +64,7 @@ class Layout:
         return tuple(zip(flatten(self.shape), flatten(self._stride), strict=True))
 
     def _at(self, index: int) -> int:
-        """Offset of the coordinate with this number; the last mode takes what is left."""
+        """Return the offset of the coordinate with this number; the last mode takes the rest."""
         result, last = 0, len(self._flat) - 1
         for n, (size, stride) in enumerate(self._flat):
             result += stride * (index % size if n < last else index)
@@ -72,7 +72,7 @@ class Layout:
         return result
 
     def __call__(self, *coord: IntTuple) -> int:
-        """Offset of a coordinate: one integer, or one argument for each mode, each an integer or nested."""
+        """Return the offset of a coordinate: one integer, or one argument per mode, each an integer or nested."""
         given = coord[0] if len(coord) == 1 else coord
         if isinstance(given, int):
             return self._at(given)
@@ -89,10 +89,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Swizzle:
-    """``Swizzle<B,M,S>``: XORs B bits of an offset, those from bit M+S, onto the B bits from bit M.
+    """Swizzle ``Swizzle<B,M,S>``: XORs the B bits of an offset from bit M+S onto the B bits from bit M.
 
-    With S at least B it is its own inverse, and linear over F2. 16-byte units in a 128-byte line are permuted by
-    ``Swizzle<3,4,3>`` of the byte offset.
+    With S at least B it is its own inverse, and linear over F2. ``Swizzle<3,4,3>`` of the byte offset permutes the
+    16-byte units of a 128-byte line.
 
     Raises:
         ValueError: a negative number, or S below B, where the two groups of bits would overlap.
@@ -116,7 +116,7 @@ class Swizzle:
 
 @dataclass(frozen=True)
 class ComposedLayout:
-    """``swizzle o layout``: the swizzle applied to a layout's offsets."""
+    """Layout ``swizzle o layout``: the swizzle applied to a layout's offsets."""
 
     swizzle: Swizzle
     layout: Layout
@@ -129,7 +129,7 @@ class ComposedLayout:
 
 
 def concatenate(*layouts: Layout) -> Layout:
-    """The layout with these modes; its offset is the sum of theirs."""
+    """Return the layout with these modes; its offset is the sum of theirs."""
     return Layout(tuple(a.shape for a in layouts), tuple(a._stride for a in layouts))
 
 
@@ -142,7 +142,7 @@ def _from_flat(modes: list[tuple[int, int]]) -> Layout:
 
 
 def coalesce(layout: Layout) -> Layout:
-    """The same function of the integer coordinate with the fewest modes, at most one level deep.
+    """Return an equal function of the integer coordinate with the fewest modes, at most one level deep.
 
     ``coalesce(A)(i) == A(i)`` for every ``i < A.size``.
     """
@@ -158,7 +158,7 @@ def coalesce(layout: Layout) -> Layout:
 
 
 def composition(a: Layout, b: Layout | tuple[Layout, ...]) -> Layout:
-    """``composition(A, B)(c) == A(B(c))``, with B's shape; a tuple of layouts is applied mode by mode.
+    """Return the layout ``composition(A, B)(c) == A(B(c))``, with B's shape; a tuple of layouts is applied by mode.
 
     Raises:
         ValueError: a mode of B and the modes of A do not divide one another, so that in general no layout is that
@@ -176,14 +176,14 @@ def composition(a: Layout, b: Layout | tuple[Layout, ...]) -> Layout:
 
 
 def _take(a: Layout, size: int, stride: int) -> Layout:
-    """Every ``stride``-th of A's coordinates, ``size`` of them."""
+    """Return ``size`` coordinates of A, every ``stride``-th."""
     if size == 1 or stride == 0:
         return Layout(size, 0)
     result: list[tuple[int, int]] = []
     modes = coalesce(a).flat()
     for n, (extent, d) in enumerate(modes):
         if n == len(modes) - 1:
-            result.append((size, stride * d))  # the last mode has no end
+            result.append((size, stride * d))  # the last mode is unbounded
             break
         if stride >= extent:
             if stride % extent:
@@ -204,13 +204,14 @@ def _take(a: Layout, size: int, stride: int) -> Layout:
 
 
 def complement(layout: Layout, cotarget: int) -> Layout:
-    """Steps from copy to copy of A that fill the integers below ``cotarget``, rounded up to whole copies.
+    """Return the layout of the offsets between copies of A that fill the integers below ``cotarget``.
 
-    With ``R = complement(A, M)``: R is ordered, R's offsets and A's have only 0 in common, and every integer below M is
-    ``A(i) + R(j)`` for one pair (i, j) if A is injective and its cosize divides M.
+    The range is rounded up to whole copies. With ``R = complement(A, M)``: R is ordered, R's offsets and A's have only
+    0 in common, and every integer below M is ``A(i) + R(j)`` for one pair (i, j) if A is injective and its cosize
+    divides M.
 
     Raises:
-        ValueError: A is not injective, or its strides do not divide one another, so that there are none.
+        ValueError: A is not injective, or its strides do not divide one another.
     """
     result: list[tuple[int, int]] = []
     current = 1
@@ -225,7 +226,7 @@ def complement(layout: Layout, cotarget: int) -> Layout:
 
 
 def logical_divide(a: Layout, b: Layout | tuple[Layout, ...]) -> Layout:
-    """A cut into tiles: mode 0 runs inside a tile B, mode 1 over the tiles; a tuple of layouts is applied by mode.
+    """Return A divided into tiles: mode 0 runs within a tile B, mode 1 over the tiles; a tuple is applied by mode.
 
     ``logical_divide(A, B) == composition(A, (B, complement(B, A.size)))``
 
@@ -244,7 +245,7 @@ def logical_divide(a: Layout, b: Layout | tuple[Layout, ...]) -> Layout:
 
 
 def logical_product(a: Layout, b: Layout) -> Layout:
-    """Copies of A placed by B: mode 0 runs inside a copy, mode 1 over the copies.
+    """Return copies of A placed by B: mode 0 runs within a copy, mode 1 over the copies.
 
     ``logical_product(A, B) == (A, composition(complement(A, A.size * B.cosize), B))``
     """
@@ -252,7 +253,7 @@ def logical_product(a: Layout, b: Layout) -> Layout:
 
 
 def right_inverse(layout: Layout) -> Layout:
-    """R with ``A(R(i)) == i`` for every ``i < R.size``, as large as the offsets from 0 go on without a gap."""
+    """Return R with ``A(R(i)) == i`` for every ``i < R.size``; its size is that of the gapless offsets from 0."""
     result: list[tuple[int, int]] = []
     position, modes = 1, []
     for size, stride in coalesce(layout).flat():
@@ -267,7 +268,7 @@ def right_inverse(layout: Layout) -> Layout:
 
 
 def left_inverse(layout: Layout) -> Layout:
-    """L with ``L(A(i)) == i`` for every ``i < A.size``.
+    """Return L with ``L(A(i)) == i`` for every ``i < A.size``.
 
     Raises:
         ValueError: A is not injective.

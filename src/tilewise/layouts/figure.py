@@ -1,4 +1,4 @@
-"""The figure of an operand: its atoms in the tile, one atom as it is meant and as it lies in memory.
+"""Figure of an operand: its atoms in the tile, and one atom in the matrix and in memory.
 
 A `Scene` is boxes, words and lines in pixels, y downwards; `tilewise.layouts.svg` and `tilewise.layouts.png` write it.
 """
@@ -12,11 +12,11 @@ from tilewise.layouts.mma import Instruction
 from tilewise.layouts.operand import LINES, UNIT_BYTES, Major, Operand, SwizzleMode
 
 INK, FAINT, LINE, SHARE = "#1f2937", "#6b7280", "#cbd5e1", "#c2410c"
-# One colour for each 16-byte unit of a line, so that the eye follows a column through the swizzle.
+# One color per 16-byte unit of a line, to follow a column through the swizzle.
 UNIT_COLORS = ("#dbeafe", "#fef3c7", "#dcfce7", "#fce7f3", "#ede9fe", "#ffedd5", "#cffafe", "#e5e7eb")
 MARGIN, GAP, TOP = 24, 36, 92
 CELL = (38, 24)  # a 16-byte unit
-TILE = (400, 400)  # at most, for the panel of the tile
+TILE = (400, 400)  # largest size of the panel of the tile
 
 
 class Box(NamedTuple):
@@ -31,7 +31,7 @@ class Box(NamedTuple):
 
 
 class Words(NamedTuple):
-    """``anchor`` is start, middle or end; ``y`` is the baseline."""
+    """Text; ``anchor`` is start, middle or end; ``y`` is the baseline."""
 
     x: float
     y: float
@@ -59,7 +59,7 @@ class Scene:
 
 
 def figure(operand: Operand, share: Instruction) -> Scene:
-    """The scene of an operand, with the share of one instruction marked."""
+    """Return the scene of an operand, with the share of one instruction marked."""
     o = operand
     scene = Scene(0, 0, str(o))
     add = scene.shapes.append
@@ -96,19 +96,19 @@ def _strides(o: Operand) -> str:
 
 
 def _heading(scene: Scene, x: float, y: float, text: str, note: str) -> float:
-    """Two lines above a panel; where they end at the right, about."""
+    """Add two lines above a panel; return an estimate of their right end."""
     words = [Words(x, y - 38, text, 13, bold=True), Words(x, y - 22, note, 11, color=FAINT)]
     scene.shapes += words
     return max(map(_end, words))
 
 
 def _end(words: Words) -> float:
-    """Where left-aligned words end, in a font that is not known: an upper estimate."""
+    """Return an upper estimate of the right end of left-aligned words, because the font is unknown."""
     return words.x + (0.66 if words.bold else 0.6) * words.size * len(words.text)
 
 
 def _tile(scene: Scene, share: Instruction, x: float, y: float) -> tuple[float, float]:
-    """All atoms, or the first ones, with their number in memory; right and bottom end."""
+    """Add the first atoms, with their numbers in memory; return the right and bottom end."""
     o, add = share.operand, scene.shapes.append
     width, height = (64, 22) if o.major is Major.K else (26, 44)
     rows, columns = min(o.grid[0], TILE[1] // height), min(o.grid[1], TILE[0] // width)
@@ -126,7 +126,7 @@ def _tile(scene: Scene, share: Instruction, x: float, y: float) -> tuple[float, 
     if columns > 1:
         add(Arrow(x + width / 2, y - 6, x + 1.5 * width, y - 6))
         add(Words(x + 1.5 * width + 6, y - 2, across, 11, "start", FAINT))
-    # The share, in elements of the part that is shown.
+    # The share, in elements, within the part that is shown.
     scale = width / o.atom_shape[1], height / o.atom_shape[0]
     end_mn = min(share.mn + share.rows, rows * o.atom_shape[0])
     end_k = min(share.k + share.depth, columns * o.atom_shape[1])
@@ -139,7 +139,7 @@ def _tile(scene: Scene, share: Instruction, x: float, y: float) -> tuple[float, 
 
 
 def _units(share: Instruction, atom: tuple[int, ...]) -> list[tuple[int, int, int, bool]]:
-    """(strided index, unit in the line, byte offset in the atom, whether it is read) of an atom's units."""
+    """Return (strided index, unit in the line, byte offset in the atom, True if read) of an atom's units."""
     o = share.operand
     base, read = o.byte_offset(*atom), set(share.units())
     found = []
@@ -161,7 +161,7 @@ def _cell(scene: Scene, x: float, y: float, number: int, color: str, read: bool)
 
 
 def _meant(scene: Scene, share: Instruction, atom: tuple[int, ...], x: float, y: float) -> tuple[float, float]:
-    """An atom's units where their elements are in the matrix."""
+    """Add an atom's units at the positions of their elements in the matrix; return the right and bottom end."""
     o = share.operand
     units = o.swizzle.width // UNIT_BYTES
     note = "16-byte units along K" if o.major is Major.K else "16-byte units along MN"
@@ -175,7 +175,7 @@ def _meant(scene: Scene, share: Instruction, atom: tuple[int, ...], x: float, y:
 
 
 def _stored(scene: Scene, share: Instruction, atom: tuple[int, ...], x: float, y: float) -> tuple[float, float]:
-    """The same units where they lie in memory, a line of the swizzle's width in each row."""
+    """Add an atom's units at their positions in memory, one line of the swizzle's width per row."""
     o = share.operand
     width = o.swizzle.width
     units = width // UNIT_BYTES

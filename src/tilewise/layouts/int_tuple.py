@@ -1,4 +1,4 @@
-"""Nested tuples of integers, in which CuTe writes shapes, strides and coordinates."""
+"""Nested tuples of integers: CuTe's shapes, strides and coordinates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ IntTuple: TypeAlias = "int | tuple[IntTuple, ...]"
 
 
 def flatten(t: IntTuple) -> tuple[int, ...]:
-    """The integers of ``t`` from left to right."""
+    """Return the integers of ``t`` from left to right."""
     return (t,) if isinstance(t, int) else tuple(i for part in t for i in flatten(part))
 
 
 def product(t: IntTuple) -> int:
-    """The product of all integers of ``t``; 1 for an empty tuple."""
+    """Return the product of all integers of ``t``; 1 for an empty tuple."""
     result = 1
     for i in flatten(t):
         result *= i
@@ -21,14 +21,14 @@ def product(t: IntTuple) -> int:
 
 
 def congruent(a: IntTuple, b: IntTuple) -> bool:
-    """Whether ``a`` and ``b`` have the same nesting."""
+    """True if ``a`` and ``b`` have the same nesting."""
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int)
     return len(a) == len(b) and all(map(congruent, a, b))
 
 
 def compact_strides(shape: IntTuple, first: int = 1) -> IntTuple:
-    """Strides that number the coordinates of ``shape`` without gaps, the leftmost running fastest."""
+    """Return strides that number the coordinates of ``shape`` without gaps, the leftmost mode fastest."""
     if isinstance(shape, int):
         return first
     strides = []
@@ -39,18 +39,18 @@ def compact_strides(shape: IntTuple, first: int = 1) -> IntTuple:
 
 
 def coordinate(index: int, shape: IntTuple) -> IntTuple:
-    """The coordinate in ``shape`` that has number ``index``, the leftmost running fastest (colexicographic order)."""
+    """Return the coordinate in ``shape`` with number ``index``, the leftmost fastest (colexicographic order)."""
     if isinstance(shape, int):
         return index
     parts = []
     for n, part in enumerate(shape):
         size = product(part)
-        # The last one takes what is left, so that an index past the end stays distinct.
+        # The last mode takes the rest, so that an index past the end stays distinct.
         parts.append(coordinate(index if n == len(shape) - 1 else index % size, part))
         index //= size
     return tuple(parts)
 
 
 def text(t: IntTuple) -> str:
-    """As CuTe prints it: ``((8,16),(64,4))``."""
+    """Return ``t`` as CuTe prints it: ``((8,16),(64,4))``."""
     return str(t) if isinstance(t, int) else f"({','.join(map(text, t))})"

@@ -1,9 +1,8 @@
-"""Linear layouts: functions that are linear over F2, the field of two elements, as Triton describes every layout.
+"""Linear layouts: functions that are linear over F2, the field of two elements, as in Triton.
 
-An index is the vector of its bits, and adding vectors is XOR. A linear function is known by its bases, its values at
-the powers of two; its value anywhere is the XOR of the bases at the bits that are set. Sizes are therefore powers of
-two. The theory is that of "Linear Layouts: Robust Code Generation of Efficient Tensor Computation Using F2"
-(arXiv:2505.23819).
+An index is the vector of its bits, and adding vectors is XOR. A linear function is given by its bases, its values at
+the powers of two; its value at an index is the XOR of the bases of the set bits. So sizes are powers of two. Theory:
+"Linear Layouts: Robust Code Generation of Efficient Tensor Computation Using F2" (arXiv:2505.23819).
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ def is_power_of_two(n: int) -> bool:
 
 @dataclass(frozen=True)
 class LinearLayout:
-    """From named input indices to named output coordinates; `LinearLayout.of` builds one from plain lists.
+    """Function from named input indices to named output coordinates; `LinearLayout.of` builds one from lists.
 
-    ``inputs`` has for each input dimension its name and its bases, the outputs at index 1, 2, 4 and so on, each with a
-    number for each output dimension. ``outputs`` has the name and the size of each output dimension.
+    ``inputs``: name and bases of each input dimension: the outputs at index 1, 2, 4 and so on, each with a number per
+    output dimension. ``outputs``: name and size of each output dimension.
     """
 
     inputs: tuple[tuple[str, Bases], ...]
@@ -32,10 +31,10 @@ class LinearLayout:
 
     @staticmethod
     def of(inputs: Mapping[str, Sequence[Sequence[int]]], outputs: Mapping[str, int]) -> LinearLayout:
-        """Build one, checked.
+        """Build and check a layout.
 
         Raises:
-            ValueError: a size that is no power of two, or a basis that is not inside the output sizes.
+            ValueError: a size that is not a power of two, or a basis outside the output sizes.
         """
         for name, size in outputs.items():
             if not is_power_of_two(size):
@@ -55,7 +54,7 @@ class LinearLayout:
         return {name: 1 << len(bases) for name, bases in self.inputs}
 
     def __call__(self, **indices: int) -> tuple[int, ...]:
-        """The output coordinates at these input indices, 0 for an input that is left out.
+        """Return the output coordinates at these input indices; a missing input is 0.
 
         Raises:
             ValueError: an unknown input, or an index past its size.
@@ -74,7 +73,7 @@ class LinearLayout:
         return _unpack(packed, self.outputs)
 
     def compose(self, outer: LinearLayout) -> LinearLayout:
-        """``outer`` after this one: its inputs are this one's outputs, matched by name."""
+        """Return ``outer`` after this layout; outer's inputs are this layout's outputs, matched by name."""
         sizes = outer.input_sizes
         if sizes != dict(self.outputs):
             raise ValueError(f"outputs {dict(self.outputs)} are not the inputs {sizes} of the outer layout")
@@ -85,10 +84,10 @@ class LinearLayout:
         )
 
     def invert(self) -> LinearLayout:
-        """The inverse function, from the outputs' names to the inputs'.
+        """Return the inverse function, from the outputs' names to the inputs'.
 
         Raises:
-            ValueError: this one is no bijection.
+            ValueError: the layout is not a bijection.
         """
         # Gauss-Jordan elimination. A row is (value, preimage), each the bits of all dimensions as one integer.
         rows = self._columns
@@ -115,7 +114,7 @@ class LinearLayout:
 
     @cached_property
     def _columns(self) -> list[tuple[int, int]]:
-        """(output, input) of each basis, packed into integers."""
+        """List of (output, input) of each basis, packed into integers."""
         columns, bit = [], 0
         for _, bases in self.inputs:
             for basis in bases:
@@ -128,7 +127,7 @@ class LinearLayout:
         return columns
 
     def __str__(self) -> str:
-        """As Triton prints it: a line for each basis, then the output dimensions."""
+        """Return the layout as Triton prints it: a line per basis, then the output dimensions."""
         lines = []
         for name, bases in self.inputs:
             if not bases:

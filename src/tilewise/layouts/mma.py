@@ -1,8 +1,8 @@
-"""What a tensor-core instruction is told of an operand, and what it reads: descriptors and shares.
+"""Operands of tensor-core instructions: their descriptors, and the share that an instruction reads.
 
 One instruction reads 32 bytes of K (16 elements of 16 bits, 32 of 8) by M or N rows. A 64-bit descriptor in a register
-tells it where: the start address, two strides and the swizzle. ``sm_90`` is wgmma (Hopper, MMAv3); ``sm_100`` is
-tcgen05.mma (Blackwell, MMAv5), which is written from the PTX ISA and was not run on such a GPU.
+has the start address, two strides and the swizzle. ``sm_90`` is wgmma (Hopper, MMAv3); ``sm_100`` is tcgen05.mma
+(Blackwell, MMAv5), written from the PTX ISA and not tested on hardware.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import NamedTuple
 from tilewise.layouts.cute import ComposedLayout, Layout, concatenate
 from tilewise.layouts.operand import LINES, UNIT_BYTES, LayoutError, Major, Operand, SwizzleMode
 
-K_BYTES = 32  # of K that one instruction reads, whatever the element
+K_BYTES = 32  # bytes of K per instruction, for every element type
 REACH = 1 << 18  # descriptor fields count 16-byte units in 14 bits
 NOT_USED = UNIT_BYTES  # the LBO of a swizzled K-major operand: "not used, assumed to be 1", a field of 1
 
 
 class Arch(StrEnum):
-    """A GPU architecture with instructions that read operands from shared memory by descriptor."""
+    """GPU architecture with instructions that read operands from shared memory by descriptor."""
 
     SM_90 = "sm_90"
     SM_100 = "sm_100"
 
 
 class Role(StrEnum):
-    """Which operand of D = A·B: A has M rows, B has N."""
+    """Operand of D = A·B: A has M rows, B has N."""
 
     A = "a"
     B = "b"
 
 
-# Name, lowest bit and number of bits of each field, and the value of the constant ones.
+# Name, lowest bit and number of bits of each field, and the value if it is constant.
 _FIELDS: dict[Arch, list[tuple[str, int, int, int | None]]] = {
     Arch.SM_90: [
         ("start address", 0, 14, None),
@@ -61,7 +61,7 @@ _SWIZZLE_CODES = {
 
 
 class Field(NamedTuple):
-    """A field of a descriptor: its lowest and highest bit, what stands in it, and what that means."""
+    """Field of a descriptor: lowest and highest bit, value, and its meaning."""
 
     name: str
     low: int
@@ -72,11 +72,12 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A matrix descriptor, sizes in bytes. Source of the fields: PTX ISA, "Matrix descriptor format" (wgmma) and
-    "Shared memory descriptor" (tcgen05).
+    """Matrix descriptor, sizes in bytes.
+
+    Source: PTX ISA, "Matrix descriptor format" (wgmma) and "Shared memory descriptor" (tcgen05).
 
     Raises:
-        LayoutError: a size that is no multiple of 16 bytes or does not fit its 14 bits.
+        LayoutError: a size that is not a multiple of 16 bytes or does not fit its 14 bits.
     """
 
     arch: Arch
@@ -101,7 +102,7 @@ class Descriptor:
             raise LayoutError(f"base_offset: must be below 8, got {self.base_offset}: a descriptor has 3 bits for it")
 
     def fields(self) -> list[Field]:
-        """All fields, the lowest bits first."""
+        """Return all fields, the lowest bits first."""
         sizes = {
             "start address": self.start_address,
             "leading byte offset": self.leading_byte_offset,
@@ -122,7 +123,7 @@ class Descriptor:
         return result
 
     def encode(self) -> int:
-        """The 64 bits."""
+        """Return the 64 bits."""
         result = 0
         for field in self.fields():
             result |= field.value << field.low
@@ -130,7 +131,7 @@ class Descriptor:
 
     @staticmethod
     def decode(value: int, arch: Arch) -> Descriptor:
-        """The descriptor that has these 64 bits: the inverse of `encode`.
+        """Return the descriptor with these 64 bits, the inverse of `encode`.
 
         Raises:
             LayoutError: a bit outside every field, a wrong constant, or an unknown swizzle mode.
@@ -157,11 +158,11 @@ class Descriptor:
 
 
 def descriptor_strides(operand: Operand) -> tuple[int, int]:
-    """(LBO, SBO) as a descriptor wants them, in bytes.
+    """Return (LBO, SBO) for a descriptor, in bytes.
 
-    They are the operand's `lbo` and `sbo`, with two exceptions: LBO is not used if the operand is K-major and swizzled,
-    and without a swizzle an MN-major operand has them the other way round, SBO along MN and LBO along K (PTX ISA,
-    "Major-ness supported by strides").
+    They are the operand's `lbo` and `sbo`, with two exceptions: a swizzled K-major operand does not use LBO, and an
+    MN-major operand without a swizzle exchanges them: SBO along MN, LBO along K (PTX ISA, "Major-ness supported by
+    strides").
     """
     if operand.swizzle is SwizzleMode.NONE:
         return (operand.lbo, operand.sbo) if operand.major is Major.K else (operand.sbo, operand.lbo)
@@ -169,7 +170,7 @@ def descriptor_strides(operand: Operand) -> tuple[int, int]:
 
 
 def check(operand: Operand, arch: Arch) -> None:
-    """Whether the architecture's instructions can read the operand.
+    """Check that the architecture's instructions can read the operand.
 
     Raises:
         LayoutError: they cannot; the message says why.
@@ -203,10 +204,10 @@ def check(operand: Operand, arch: Arch) -> None:
 
 
 def check_base(operand: Operand, address: int) -> None:
-    """Whether the operand may begin at this shared-memory address.
+    """Check that the operand may begin at this shared-memory address.
 
     Raises:
-        LayoutError: it may not: the pattern of the swizzle is tied to address bits, not to the operand.
+        LayoutError: it may not, because the swizzle's pattern depends on address bits, not on the operand.
     """
     needed = operand.swizzle.alignment
     if address % needed:
@@ -218,9 +219,9 @@ def check_base(operand: Operand, address: int) -> None:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction's share of an operand: elements ``mn`` to ``mn + rows``, ``k`` to ``k + depth``.
+    """Share of an operand that one instruction reads: elements ``mn`` to ``mn + rows``, ``k`` to ``k + depth``.
 
-    ``descriptor`` has the start address relative to ``base``, the address at which the operand begins.
+    The start address in ``descriptor`` includes ``base``, the address of the operand.
     """
 
     operand: Operand
@@ -232,10 +233,10 @@ class Instruction:
     base: int = 0
 
     def units(self) -> list[int]:
-        """Byte offsets in the operand of the 16-byte units that are read, strided index slow, leading index fast.
+        """Return the byte offsets in the operand of the 16-byte units that are read, leading index fastest.
 
-        This follows the descriptor alone, as the hardware does: canonical layout from the start address on, then the
-        swizzle on the bits of the address.
+        They follow from the descriptor alone, as in hardware: the canonical layout from the start address on, then the
+        swizzle of the address bits.
         """
         o, d = self.operand, self.descriptor
         layout = canonical_layout(o, self.rows, self.depth, d.leading_byte_offset, d.stride_byte_offset).layout
@@ -250,18 +251,18 @@ class Instruction:
 def instructions(
     operand: Operand, arch: Arch = Arch.SM_90, role: Role = Role.A, rows: int | None = None, base: int = 0
 ) -> Iterator[Instruction]:
-    """The instructions that together read the operand once, K fastest.
+    """Yield the instructions that together read the operand once, K fastest.
 
     Args:
-        operand: what is read.
-        arch: of the instructions.
-        role: whether it is A or B of the product.
+        operand: the operand to read.
+        arch: architecture of the instructions.
+        role: A or B of the product.
         rows: M or N of one instruction. Default: 64 for A on sm_90, 128 (64 for a smaller tile) on sm_100; for B as
             many as possible up to 256.
         base: shared-memory address of the operand, in bytes.
 
     Raises:
-        LayoutError: the hardware cannot read it so; the message says why.
+        LayoutError: the hardware cannot read the operand this way; the message says why.
     """
     arch, role = Arch(arch), Role(role)
     check(operand, arch)
@@ -282,7 +283,7 @@ def instructions(
     lbo, sbo = descriptor_strides(operand)
     for row in range(0, mn, rows):
         for column in range(0, k, depth):
-            # Both are on the first line of an atom, where the swizzle moves nothing.
+            # Both are on the first line of an atom, which the swizzle does not permute.
             start = base + operand.byte_offset(row, column)
             yield Instruction(
                 operand, Descriptor(arch, start, lbo, sbo, operand.swizzle), row, column, rows, depth, base
@@ -297,10 +298,10 @@ def _rows(operand: Operand, arch: Arch, role: Role) -> int:
 
 
 def canonical(operand: Operand) -> str:
-    """The row of PTX's table of canonical layouts that the operand follows, without the swizzle, in elements.
+    """Return the operand's row of PTX's table of canonical layouts, without the swizzle, in elements.
 
-    T is the number of elements in 16 bytes. The K-major rows are without PTX's factor k, as in CUTLASS: an instruction
-    reads two units along K, no more.
+    T is the number of elements in 16 bytes. K-major rows omit PTX's factor k, as in CUTLASS: an instruction reads two
+    units along K.
     """
     w = operand.swizzle.width // UNIT_BYTES
     none = operand.swizzle is SwizzleMode.NONE
@@ -311,9 +312,10 @@ def canonical(operand: Operand) -> str:
 
 
 def canonical_layout(operand: Operand, rows: int, depth: int, lbo: int, sbo: int) -> ComposedLayout:
-    """That row with its numbers: a share of ``rows`` × ``depth`` elements, ``lbo`` and ``sbo`` the descriptor's.
+    """Return the canonical layout with its numbers, for a share of ``rows`` × ``depth`` elements.
 
-    Offsets are in bits, so that one formula serves every element; `cute.Swizzle` is that of bits too.
+    ``lbo`` and ``sbo`` are the descriptor's. Offsets and `cute.Swizzle` are in bits, so one formula serves all
+    elements.
     """
     w, unit = operand.swizzle.width // UNIT_BYTES, 8 * UNIT_BYTES
     none = operand.swizzle is SwizzleMode.NONE

@@ -1,9 +1,8 @@
-"""The shared-memory layouts of Triton's Gluon, `NVMMASharedLayout`, as linear layouts.
+"""Linear layouts of Gluon's `NVMMASharedLayout`.
 
-They are operands as `tilewise.layouts.operand` models them, atoms strided dimension first, with three particulars:
-dimensions before the last two join the strided one; a TMA box is at most 256 indices long, and boxes follow one another
-dimension 0 first; without a swizzle a tile is plainly row-major up to a box, which an instruction can read only if a
-row is 16 bytes.
+They are operands of `tilewise.layouts.operand`, atoms strided dimension first, with three differences: dimensions
+before the last two join the strided one; a TMA box has at most 256 indices per side, and boxes are ordered dimension 0
+first; without a swizzle a tile is row-major up to a box, which an instruction can read only if a row has 16 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ BOX = 256  # the longest side of a TMA box
 
 
 def default_swizzle(shape: Sequence[int], dtype: object, transposed: bool = False) -> SwizzleMode:
-    """The swizzle that ``NVMMASharedLayout.get_default_for`` takes: the widest that divides a contiguous row.
+    """Return the swizzle of ``NVMMASharedLayout.get_default_for``: the widest that divides a contiguous row.
 
     NONE for a tile of fewer than 8 rows.
     """
@@ -31,19 +30,19 @@ def default_swizzle(shape: Sequence[int], dtype: object, transposed: bool = Fals
 def nvmma_shared_layout(
     shape: Sequence[int], dtype: object, swizzle: int | None = None, transposed: bool = False
 ) -> LinearLayout:
-    """The linear layout of ``gl.NVMMASharedLayout(swizzle, bits, len(shape), transposed)``, for one CTA.
+    """Return the linear layout of ``gl.NVMMASharedLayout(swizzle, bits, len(shape), transposed)``, for one CTA.
 
     Args:
         shape: of the tile in elements, powers of two, the last dimension contiguous.
-        dtype: what `element_bits` takes: a name, a torch dtype or a number of bits, 8 to 32.
-        swizzle: bytes, 0, 32, 64 or 128; None for `default_swizzle`, as ``get_default_for`` has it.
-        transposed: whether dimension 0 of two is the contiguous one. Without a swizzle Triton ignores it.
+        dtype: a name, a torch dtype or a number of bits, 8 to 32, as for `element_bits`.
+        swizzle: 0, 32, 64 or 128 bytes; None for `default_swizzle`.
+        transposed: if True, dimension 0 of two is the contiguous one. Triton ignores it without a swizzle.
 
     Returns:
-        From ``offset``, in elements (and ``block``, of size 1), to ``dim0``, ``dim1``, ...
+        Layout from ``offset``, in elements (and ``block``, of size 1), to ``dim0``, ``dim1``, ...
 
     Raises:
-        LayoutError: a size that is no power of two, a tile smaller than an atom, or three dimensions transposed.
+        LayoutError: a size that is not a power of two, a tile smaller than an atom, or three dimensions transposed.
     """
     bits = element_bits(dtype)
     if bits == 4:
@@ -55,7 +54,7 @@ def nvmma_shared_layout(
         raise LayoutError(f"transposed: must be False for {rank} dimensions, got True: Triton transposes matrices only")
     mode = default_swizzle(shape, bits, transposed) if swizzle is None else SwizzleMode.of(swizzle)
     names = [f"dim{d}" for d in range(rank)]
-    # The order in which dimensions are run through: the contiguous one first, the strided ones from the last.
+    # Order of the dimensions: the contiguous one first, then the strided ones from the last.
     order = list(range(rank))[::-1]
     if transposed and mode:
         order = [0, 1]
@@ -73,7 +72,8 @@ def nvmma_shared_layout(
     for d in order:
         bases += [[1 << bit if axis == d else 0 for axis in range(rank)] for bit in range(box[d].bit_length() - 1)]
     if mode:
-        # Line i of an atom has its units permuted by XOR with i, or by its higher bits if lines are shorter than 128.
+        # Units of line i of an atom are permuted by XOR with i, or with its higher bits if lines are shorter than 128
+        # bytes.
         swizzle_of = mode.of_offsets(bits)
         first = line.bit_length() - 1
         for bit in range(first, first + 3):
@@ -87,6 +87,6 @@ def nvmma_shared_layout(
 
 
 def _collapsed(shape: Sequence[int], transposed: bool) -> tuple[int, int]:
-    """(rows, row): all strided dimensions as one, and the contiguous one."""
+    """Return (rows, row): the product of the strided dimensions, and the contiguous one."""
     sizes = [*shape[1:], shape[0]] if transposed else list(shape)
     return math.prod(sizes[:-1]), sizes[-1]

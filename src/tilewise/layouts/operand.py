@@ -1,13 +1,13 @@
-"""The model: how an operand of a tensor-core instruction lies in shared memory.
+"""Model of an operand of a tensor-core instruction in shared memory.
 
-An operand is an M×K tile of A or an N×K tile of B (written MN×K). Its *leading* dimension is the one whose neighbours
-are neighbours in memory: K if it is K-major, MN if it is MN-major; the other is the *strided* one. Memory is made of
-*swizzle atoms*: 8 indices of the strided dimension by s bytes of the leading one, where s is the width of the swizzle
-(16 without one), stored in 8·s contiguous bytes. Inside an atom, line i holds strided index i, and its 16-byte units
-are permuted by XOR with i; nothing leaves its atom, and nothing moves inside a unit.
+An operand is an M×K tile of A or an N×K tile of B (written MN×K). Its *leading* dimension is contiguous: K if it is
+K-major, MN if it is MN-major; the other is the *strided* one. Memory consists of *swizzle atoms*: 8 indices of the
+strided dimension by s bytes of the leading one, where s is the width of the swizzle (16 without one), stored in 8·s
+contiguous bytes. Within an atom, line i holds strided index i, and its 16-byte units are permuted by XOR with i; units
+stay in their atom and are not permuted inside.
 
 Sources: PTX ISA, "Shared memory matrix layout" of wgmma and "Canonical layouts" of tcgen05; CUTLASS's mma_traits; Peng
-Chen, "The shared memory layout of Blackwell MMAv5 operands" (2026), for atoms, SBO and LBO as they are defined here.
+Chen, "The shared memory layout of Blackwell MMAv5 operands" (2026), for atoms, SBO and LBO as defined here.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tilewise.layouts.cute import ComposedLayout, Layout, Swizzle, concatenate
 from tilewise.layouts.linear import LinearLayout
 
 LINES = 8  # strided indices in an atom
-UNIT_BYTES = 16  # the smallest piece that a swizzle moves: 128 bits
+UNIT_BYTES = 16  # the smallest unit that a swizzle moves: 128 bits
 
 
 class LayoutError(ValueError):
-    """An operand that the hardware cannot have; the message says which rule is broken."""
+    """Error for an operand that the hardware does not support; the message names the broken rule."""
 
 
 class SwizzleMode(IntEnum):
-    """Width of the swizzle in bytes. NONE is what PTX calls no swizzling or interleaved."""
+    """Width of the swizzle in bytes. PTX calls NONE no swizzling or interleaved."""
 
     NONE = 0
     B32 = 32
@@ -39,7 +39,7 @@ class SwizzleMode(IntEnum):
 
     @staticmethod
     def of(width: int) -> SwizzleMode:
-        """The mode of so many bytes. Raises LayoutError if there is none."""
+        """Return the mode of this width in bytes; raise LayoutError if there is none."""
         if width not in list(SwizzleMode):
             raise LayoutError(
                 f"swizzle: must be one of 0, 32, 64, 128, got {width!r}: the widths that the hardware has"
@@ -53,28 +53,28 @@ class SwizzleMode(IntEnum):
 
     @property
     def swizzle(self) -> Swizzle:
-        """The permutation of byte offsets: `Swizzle<B,4,3>` with B = 0, 1, 2, 3."""
+        """Permutation of byte offsets: `Swizzle<B,4,3>` with B = 0, 1, 2, 3."""
         return self.of_offsets(8)
 
     def of_offsets(self, bits: int) -> Swizzle:
-        """The same permutation of offsets that count elements of so many bits."""
+        """Return the permutation for offsets in elements of this many bits."""
         return Swizzle((self.width // UNIT_BYTES).bit_length() - 1, 7 - (bits.bit_length() - 1), 3)
 
     @property
     def alignment(self) -> int:
-        """Bytes after which the pattern of the swizzle repeats, where an operand has to begin."""
+        """Period of the swizzle's pattern in bytes; an operand must begin at a multiple of it."""
         return LINES * self.width
 
 
 class Major(StrEnum):
-    """Which dimension is contiguous in memory."""
+    """Dimension that is contiguous in memory."""
 
     K = "k"
     MN = "mn"
 
 
 class AtomOrder(StrEnum):
-    """Which neighbour of an atom comes next in memory. Triton and a TMA box of s bytes go along the strided one."""
+    """Dimension along which consecutive atoms are neighbours. Triton and a TMA box of s bytes use the strided one."""
 
     STRIDED_FIRST = "strided"
     LEADING_FIRST = "leading"
@@ -89,7 +89,7 @@ DTYPES = {
 
 
 def element_bits(dtype: object) -> int:
-    """Bits of an element: ``dtype`` is a name such as ``"bf16"``, a torch dtype, or the number itself.
+    """Return the bits of an element; ``dtype`` is a name such as ``"bf16"``, a torch dtype, or the number.
 
     Raises:
         LayoutError: an unknown name, or a width other than 4, 8, 16 and 32 bits.
@@ -99,7 +99,7 @@ def element_bits(dtype: object) -> int:
     else:
         bits = DTYPES.get(str(dtype).removeprefix("torch.").lower())
     if bits not in WIDTHS:
-        # tcgen05 takes 4- and 6-bit floats padded to 16 in a unit, too: their units lie as those of 8 bits do.
+        # tcgen05 also takes 4- and 6-bit floats padded to 16 in a unit; their units have the layout of 8-bit elements.
         raise LayoutError(
             f"dtype: must have 4, 8, 16 or 32 bits (one of {', '.join(DTYPES)}), got {dtype!r}: "
             "tensor cores read no other width from shared memory"
@@ -109,17 +109,17 @@ def element_bits(dtype: object) -> int:
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand's tile in shared memory.
+    """Tile of one operand in shared memory.
 
     Args:
         shape: (MN, K), in elements.
-        bits: of an element: 4, 8, 16 or 32; `element_bits` has those of a dtype.
+        bits: bits of an element: 4, 8, 16 or 32; see `element_bits`.
         swizzle: a `SwizzleMode` or its number of bytes, 0, 32, 64 or 128.
-        major: a `Major` or its letters: ``"k"`` or ``"mn"``.
-        order: an `AtomOrder` or its name.
+        major: a `Major` or its value: ``"k"`` or ``"mn"``.
+        order: an `AtomOrder` or its value: ``"strided"`` or ``"leading"``.
 
     Raises:
-        LayoutError: a value that is none of these, or a tile that is no whole number of atoms.
+        LayoutError: another value, or a tile that is not a whole number of atoms.
     """
 
     shape: tuple[int, int]
@@ -170,18 +170,18 @@ class Operand:
 
     @cached_property
     def grid(self) -> tuple[int, int]:
-        """How many atoms there are along (MN, K)."""
+        """Number of atoms along (MN, K)."""
         return self.shape[0] // self.atom_shape[0], self.shape[1] // self.atom_shape[1]
 
     @property
     def bytes(self) -> int:
-        """Of the whole operand."""
+        """Bytes of the whole operand."""
         return self.shape[0] * self.shape[1] * self.bits // 8
 
     # Strides between atoms
 
     def _along(self, pair: tuple[int, int]) -> tuple[int, int]:
-        """(MN, K) as (strided, leading), and back."""
+        """Return (MN, K) as (strided, leading), and back."""
         return pair if self.major is Major.K else (pair[1], pair[0])
 
     @cached_property
@@ -203,13 +203,13 @@ class Operand:
 
     @cached_property
     def _swizzle(self) -> Swizzle:
-        """The swizzle of offsets that count elements."""
+        """Swizzle of offsets in elements."""
         return self.swizzle.of_offsets(self.bits)
 
     # Places
 
     def offset(self, mn: int, k: int) -> int:
-        """Place of element (mn, k), counted in elements from the operand's beginning.
+        """Return the offset of element (mn, k) from the operand's start, in elements.
 
         Raises:
             LayoutError: the element is outside the tile.
@@ -222,14 +222,14 @@ class Operand:
         return 8 * atom // self.bits + self._swizzle(inside)
 
     def byte_offset(self, mn: int, k: int) -> int:
-        """Place of element (mn, k) in bytes from the operand's beginning.
+        """Return the offset of element (mn, k) from the operand's start, in bytes.
 
-        4-bit elements share a byte: that of an even `offset` is its low half.
+        Two 4-bit elements share a byte: an even `offset` is the low half.
         """
         return self.offset(mn, k) * self.bits // 8
 
     def coordinates(self, offset: int) -> tuple[int, int]:
-        """The element (mn, k) at ``offset``, counted in elements: the inverse of `offset`.
+        """Return the element (mn, k) at ``offset``, in elements: the inverse of `offset`.
 
         Raises:
             LayoutError: the offset is outside the operand.
@@ -247,16 +247,17 @@ class Operand:
         return self._along((strided_atom * LINES + line, leading_atom * self.line + place))
 
     def units(self) -> Iterator[tuple[int, int]]:
-        """The first element (mn, k) of each 16-byte unit, strided index slow, leading index fast."""
+        """Yield the first element (mn, k) of each 16-byte unit, strided index slow, leading index fast."""
         strided, leading = self._along(self.shape)
         for s in range(strided):
             for position in range(0, leading, self.unit):
                 yield self._along((s, position))
 
-    # The same function in the two languages
+    # Notations
 
     def cute(self) -> ComposedLayout:
-        """The CuTe layout from (mn, k) to `offset`, any tile: ``Swizzle o ((8, ..), (s, ..))`` in elements."""
+        """Return the CuTe layout from (mn, k) to `offset`, for any tile: ``Swizzle o ((8, ..), (s, ..))`` in
+        elements."""
         strided_atoms, leading_atoms = self._along(self.grid)
         strided = Layout((LINES, strided_atoms), (self.line, 8 * self.sbo // self.bits))
         leading = Layout((self.line, leading_atoms), (1, 8 * self.lbo // self.bits))
@@ -264,17 +265,17 @@ class Operand:
         return ComposedLayout(self._swizzle, concatenate(first, second))
 
     def linear(self) -> LinearLayout:
-        """The linear layout from ``offset``, in elements, to (dim0, dim1) = (MN, K), as Triton describes it.
+        """Return Triton's linear layout from ``offset``, in elements, to (dim0, dim1) = (MN, K).
 
         Raises:
-            LayoutError: a side of the tile is no power of two; `cute` has such tiles too.
+            LayoutError: a side of the tile is not a power of two; `cute` supports such tiles.
         """
         if any(n & (n - 1) for n in self.shape):
             raise LayoutError(f"shape: must be powers of two to be linear over F2, got {self.shape}")
         return cute_to_linear(self.cute(), ("dim0", "dim1")).invert()
 
     def atom(self) -> Operand:
-        """An operand of one atom, with the same width, swizzle and major-ness."""
+        """Return an operand of one atom, with equal width, swizzle and major-ness."""
         return Operand(self.atom_shape, self.bits, self.swizzle, self.major, self.order)
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""The interactive page of an operand: one file of HTML, with nothing to load from anywhere.
+"""Interactive page of an operand: one HTML file that loads nothing else.
 
-The page computes places itself, from the bases of the linear layout of one atom: they are all the data it has.
+The page computes positions from the bases of the linear layout of one atom.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilewise.layouts.text import facts
 
 
 def to_html(operand: Operand, shares: list[Instruction], role: Role, chosen: int = 0) -> str:
-    """The whole file; ``chosen`` is the number of the instruction whose share is marked at first."""
+    """Return the HTML text; the share of instruction ``chosen`` is marked at first."""
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(str(operand)),
@@ -42,7 +42,7 @@ def _data(o: Operand, shares: list[Instruction], chosen: int) -> dict[str, objec
         "unit": o.unit,
         "stridedAtoms": atoms[0],
         "leadingAtoms": atoms[1],
-        "stridedStep": 1 if strided_first else atoms[1],  # atoms in memory from one to its neighbour
+        "stridedStep": 1 if strided_first else atoms[1],  # number of atoms in memory from one to its neighbour
         "leadingStep": atoms[0] if strided_first else 1,
         "strided": bases[strided],
         "leading": bases[leading],

@@ -1,4 +1,4 @@
-"""A scene as PNG, drawn by matplotlib, which is imported only when a picture is written."""
+"""Scene as PNG, drawn by matplotlib, which is imported only to write a picture."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tilewise.layouts.figure import Arrow, Box, Scene
 
-PIXELS_PER_INCH, DPI = 96, 192  # a scene's pixels, the file's dots
+PIXELS_PER_INCH, DPI = 96, 192  # pixels of a scene, dots of the file
 ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
 def write_png(scene: Scene, path: Path) -> None:
-    """Write the file ``path``. Raises ImportError without matplotlib."""
+    """Write the file ``path``; raise ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle

@@ -1,4 +1,4 @@
-"""A scene as SVG, without a library."""
+"""Scene as SVG, without a library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FONT = "font-family=\"system-ui, 'Segoe UI', Helvetica, Arial, sans-serif\""
 
 
 def to_svg(scene: Scene) -> str:
-    """The whole file."""
+    """Return the SVG text."""
     size = f'width="{scene.width:g}" height="{scene.height:g}" viewBox="0 0 {scene.width:g} {scene.height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {FONT} role="img"><title>{escape(scene.title)}</title>'
     marker = (

@@ -1,4 +1,4 @@
-"""An operand in words and in a terminal's drawing."""
+"""Text and terminal drawing of an operand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tilewise.layouts.mma import Arch, Instruction, Role, canonical, descriptor_
 from tilewise.layouts.operand import LINES, UNIT_BYTES, Major, Operand, SwizzleMode
 
 INSTRUCTIONS = {Arch.SM_90: "wgmma (Hopper)", Arch.SM_100: "tcgen05.mma (Blackwell, not verified on hardware)"}
-MOST_ATOMS = 16  # of a side, in a drawing
+MOST_ATOMS = 16  # per side, in a drawing
 
 
 def facts(operand: Operand, shares: list[Instruction], role: Role, chosen: int = 0) -> list[str]:
-    """What a kernel's author needs to know of an operand, and of one of the instructions that read it."""
+    """Return lines with the facts about an operand, and about one of the instructions that read it."""
     o, share = operand, shares[chosen]
     arch = share.descriptor.arch
     return [
@@ -81,15 +81,15 @@ def _linear(o: Operand) -> list[str]:
 
 
 def _with_block(linear: LinearLayout) -> str:
-    """With Triton's second input, the CTA, of which there is one."""
+    """Return the layout's text with Triton's second input ``block``, the CTA, of size 1."""
     return str(LinearLayout((*linear.inputs, ("block", ())), linear.outputs))
 
 
 def drawing(operand: Operand, share: Instruction) -> list[str]:
-    """Two drawings: the atoms in the tile, and the first atom that an instruction reads, line by line in memory.
+    """Return two drawings: the atoms in the tile, and the first atom that an instruction reads, line by line.
 
-    Atoms have their number in memory. In the atom, the instruction's 16-byte units have their number in its share,
-    strided index slow, leading index fast; other units are dots.
+    Atoms are numbered by their position in memory. Within the atom, the instruction's 16-byte units are numbered within
+    its share, strided index slow, leading index fast; other units are dots.
     """
     return [*_atoms(operand), "", *_atom(operand, share)]
 
