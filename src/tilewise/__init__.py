@@ -1,4 +1,4 @@
-"""tilewise: exact attention for PyTorch, tile by tile, with additive biases and masks and their gradients.
+"""Exact attention for PyTorch, tile by tile, with additive biases and masks, and their gradients.
 
 attention                      softmax(scale · q kᵀ + bias) v with masks, and gradients of q, k, v and bias
 scaled_dot_product_attention   attention with the signature of PyTorch's function

@@ -69,7 +69,7 @@ def attention(
     backend: str | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return exact attention, ``softmax(softcap(scale * q @ k.mT) + bias) @ v``, without storing the score matrix.
+    """Return exact attention, ``softmax(softcap(scale * q @ k.mT) + bias) @ v``; the scores are not stored.
 
     Args:
         q: queries (B, H, M, D) in float16, bfloat16, float32 or, on the CPU, float64; D is 1 to 256. Any strides: data

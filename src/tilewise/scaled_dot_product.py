@@ -1,4 +1,4 @@
-"""Drop-in replacement for torch.nn.functional.scaled_dot_product_attention, with its signature and semantics."""
+"""Drop-in replacement for torch.nn.functional.scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -391,7 +391,7 @@ def _with_leading(attn_mask: Tensor, lead: tuple[int, ...], L: int, S: int) -> T
 
 
 def _groups(lead: tuple[int, ...], mask: torch.Size | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the leading dimensions that are flattened into B, and those that are flattened, with the heads, into H.
+    """Return the leading dimensions flattened into B, and those flattened, with the heads, into H.
 
     A mask that broadcasts along some leading dimensions is not expanded if the dimensions it has and those it lacks go
     to different groups. A dimension flattened into H keeps each key head with its query heads: keys are flattened

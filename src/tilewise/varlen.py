@@ -45,7 +45,7 @@ def varlen_attention(
     validate: bool = False,
     **numbers: Unpack[Numbers],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return `tilewise.attention` of B packed sequences of any lengths; each sequence attends to itself only.
+    """Return `tilewise.attention` of B packed sequences, each of which attends to itself only.
 
     No tensor is padded or copied, and on a GPU the host does not synchronize for the lengths. Queries and keys are
     counted from the start of their sequence: ``causal`` lets its last query see its last key, and entry (i, j) of a

@@ -58,7 +58,7 @@ def explain(
     limits: tuple[float, float] | None = None,
     **numbers: Unpack[Numbers],
 ) -> Explanation:
-    """Return the backend, tiles, FLOPs and bytes of a call of `tilewise.attention`, and what limits its speed.
+    """Return the backend, tiles, FLOPs and bytes of a call of `tilewise.attention`, and its bottleneck.
 
     Nothing is computed. Only shapes, dtypes, device and requires_grad of the tensors are read, and the elements of the
     mask. Under `torch.autocast` q, k and v are cast, as for the call.
@@ -212,7 +212,7 @@ def explain_varlen(
 
 
 def _operand_bytes(call: Call, problem: Problem) -> tuple[int, int]:
-    """Return the bytes of all operands besides q, k and v of a packed batch, and of their required gradients."""
+    """Return the bytes of a packed batch's operands besides q, k and v, and of their required gradients."""
     inputs, parts = call.inputs, call.inputs.parts or NO_PARTS
     sizes = {"bias": inputs.bias, "mask": inputs.mask, "sink": inputs.sink, **parts._asdict()}
     found = {name: x.numel() * x.element_size() for name, x in sizes.items() if x is not None}

@@ -23,9 +23,9 @@ class Lines:
 
 
 def on_device(problem: P, device: str) -> P:
-    """Return ``problem`` for the ``device=`` of explain: "cpu", or a CUDA compute capability such as "sm_90".
+    """Return ``problem``, a dataclass with ``device`` and ``capability``, for another device.
 
-    ``problem`` is a dataclass with ``device`` and ``capability``.
+    device: "cpu", or a CUDA compute capability such as "sm_90".
     """
     values: dict[str, Any] = {"device": "cpu", "capability": None}
     if device != "cpu":

@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 
 
 class DataSheet(NamedTuple):
-    """Peak rates from a vendor's data sheet, not measured: dense 16-bit tensor-core FLOP/s, and bytes/s of memory."""
+    """Peak rates from a vendor's data sheet, not measured. FLOP/s are those of dense 16-bit tensor cores."""
 
     model: str
     name: str  # a part of the device's name in CUDA
@@ -120,8 +120,8 @@ def _tile_share(tiles: TileTensors | None) -> TileShare | None:
 
 
 def _mask_share(problem: Problem, mask: Tensor | None, listed: TileTensors | None) -> MaskShare | None:
-    """Return the share, a few rows at a time; None without a mask, if its elements are unknown, or if no score is
-    left."""
+    """Return the share, computed a few rows at a time. None without a mask, if its elements are unknown, or if no score
+    is left."""
     mask = mask if listed is None else listed.tiles
     if mask is None or mask.is_meta or is_fake(mask) or problem.pairs == 0:
         return None
@@ -177,7 +177,7 @@ def forward_work(problem: Problem) -> Work:
 
 
 def backward_work(problem: Problem) -> Work:
-    """Return the work of the backward: it reads the forward's inputs and results and dO, and writes the gradients."""
+    """Return the work of the backward. It reads the forward's inputs and results and dO, and writes gradients."""
     size, heads = problem.dtype.itemsize, problem.batch * problem.heads
     do = heads * problem.queries * problem.value_dim * size
     dq = heads * problem.queries * problem.head_dim * size
@@ -212,8 +212,7 @@ def _operand(problem: Problem, x: TensorSpec) -> int:
 
 
 def _part(problem: Problem, name: str, x: TensorSpec) -> int:
-    """Return the bytes of a bias component; of relative positions that the host knows, only those that some pair
-    reads."""
+    """Return the bytes of a bias component. Relative positions known to the host count only if some pair reads them."""
     distances, parts, cols = {"query": problem.score.query, "key": problem.score.key}.get(name), problem.parts, x.cols
     if distances is not None and parts is not None and name not in (*parts.shifts, *parts.buckets):
         least, most = max(distances.lo, 1 - problem.queries), min(distances.hi, problem.keys - 1)

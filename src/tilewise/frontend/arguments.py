@@ -150,7 +150,7 @@ def seed_tensor(seed: tuple[int, int] | Tensor, device: torch.device) -> Tensor:
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, bias: Bias, mask: Mask, sink: Tensor | None) -> None:
-    """Raise an error unless all are tensors of a supported kind; bias may also be a term or a sequence of terms."""
+    """Raise an error unless all are tensors of a supported kind. bias may also be a term or a sequence."""
     check_tensor("q", q)
     check_tensor("k", k)
     check_tensor("v", v)
@@ -197,8 +197,7 @@ def _slots(bias: Any, q: Tensor, k: Tensor, v: Tensor) -> Slots:
 
 
 def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Score]:
-    """Return ``inputs`` and ``score`` with the bias components of `canonical`; ``score`` has the scale of the original
-    q.
+    """Return ``inputs`` and ``score`` with the bias components of `canonical`. ``score`` has the original q's scale.
 
     A low-rank bias is appended to q and k. A single component, even if only along the keys, becomes the plain bias,
     which every backend supports.
@@ -231,8 +230,7 @@ def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Scor
 
 
 def low_rank_of(slots: Slots, q: Tensor, score: Score) -> LowRankBias:
-    """Return the low-rank bias, checked against the call and cast as autocast cast q, because it is appended to q and
-    k."""
+    """Return the low-rank bias, checked and cast by autocast as q was. It is appended to q and k."""
     found = slots.low_rank
     assert found is not None
     if q.dtype != torch.float64:

@@ -93,7 +93,7 @@ def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Ten
 
 
 def _settings(term: T5Bias | Alibi) -> tuple | None:
-    """Return what a call depends on in a term besides its tensor's elements; None if the call cannot be cached."""
+    """Return what a call depends on in a term besides its tensor's elements. None if the call cannot be cached."""
     query_start, key_start, x = term.query_start, term.key_start, term.of
     if isinstance(query_start, Tensor) or isinstance(key_start, Tensor) or not is_node(x):
         return None
@@ -168,8 +168,7 @@ def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: 
 
 
 def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple) -> None:
-    """Cache a call with more leading dimensions that succeeded; ``flattened`` are the views passed to the cached
-    call."""
+    """Cache a successful call with more leading dimensions. ``flattened`` are the views passed to the cached call."""
     if _is_cacheable(inputs, None) and inputs.sink is None and _is_cacheable(flattened, None):
         known = cached_calls.get(_key_of(flattened, None, arguments))
         if known is not None and not known[0].dropout:
@@ -178,7 +177,7 @@ def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple) -> None
 
 
 def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
-    """Return the key in `cached_calls` of a call of ``attention`` by a function that only reshapes bias and mask.
+    """Return the key in `cached_calls` of a function that calls ``attention`` with reshaped bias and mask.
 
     None if the call cannot be cached.
     """
@@ -252,7 +251,7 @@ cached_packed: Prepared[tuple[ScoreNumbers, Forward, tuple[int, ...] | None]] = 
 
 
 class PackedKey(NamedTuple):
-    """Key of a packed batch in the cache, with the caller's tensors; a `RaggedBias` is replaced by its values."""
+    """Key of a packed batch in the cache, with the caller's tensors. A `RaggedBias` is replaced by its values."""
 
     given: tuple[Tensor, Tensor, Tensor, Tensor | None]
     mask: Tensor | None

@@ -31,7 +31,7 @@ def jagged_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return `packed_attention` of jagged tensors (B, H, j, D), where j is the ragged dimension; nothing is copied.
+    """Return `packed_attention` of jagged tensors (B, H, j, D), where j is the ragged dimension. Nothing is copied.
 
     On a GPU the host synchronizes once for each tensor that does not know its ``max_seqlen``, and to compare the
     lengths of tensors with different j.

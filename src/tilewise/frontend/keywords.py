@@ -89,8 +89,7 @@ F = TypeVar("F", bound=Callable)
 
 
 def unexpected(function: str, names: Iterable[str]) -> TypeError:
-    """Return Python's error for an unknown keyword of ``function``, with a hint for the known names of other
-    libraries."""
+    """Return Python's error for an unknown keyword, with a hint for the names of other libraries."""
     name = next(iter(names))
     hints, at = _HINTS, "tilewise."
     if function == "scaled_dot_product_attention":

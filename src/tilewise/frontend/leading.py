@@ -1,5 +1,4 @@
-"""`tilewise.attention` with more leading dimensions than a batch: merged into one by views, or split into several
-calls."""
+"""`tilewise.attention` with more leading dimensions than a batch: merged by views, or split into several calls."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def attention_of_leading(
 
 
 class _Way(NamedTuple):
-    """Split of the leading dimensions ``lead``: one call per index of ``split``; ``merged``, in this order, are its
+    """Split of the leading dimensions ``lead``: one call per index of ``split``. ``merged``, in this order, are its
     batch."""
 
     lead: Size

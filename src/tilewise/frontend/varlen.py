@@ -47,7 +47,7 @@ def packed_attention(
     exact: bool = False,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return `varlen_attention` for public functions; ``longest``: (max_seqlen_q, max_seqlen_k); exact: see
+    """Return `varlen_attention` for public functions. ``longest``: (max_seqlen_q, max_seqlen_k). exact: see
     `Problem`."""
     check_flag("return_lse", return_lse)
     if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # a CPU checks them

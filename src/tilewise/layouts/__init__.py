@@ -1,4 +1,4 @@
-"""Shared-memory layouts of tensor-core operands: computed, drawn, and written in the notation of CuTe and of Triton.
+"""Shared-memory layouts of tensor-core operands: computed, drawn, and written as in CuTe and Triton.
 
 Pure Python, without torch and triton. docs/layouts.md teaches the subject.
 

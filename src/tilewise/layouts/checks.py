@@ -44,9 +44,9 @@ def wavefronts(addresses: Sequence[int | None], width: int) -> Access:
         LayoutError: too many threads, another width, or an address that is not a multiple of it.
     """
     if width not in (1, 2, 4, 8, 16):
-        raise LayoutError(f"width: must be 1, 2, 4, 8 or 16 bytes, got {width}: a lane has no other access")
+        raise LayoutError(f"width: must be 1, 2, 4, 8 or 16 bytes, got {width}: a thread has no other access")
     if len(addresses) > WARP:
-        raise LayoutError(f"addresses: must be at most {WARP}, got {len(addresses)}: a warp has no more lanes")
+        raise LayoutError(f"addresses: must be at most {WARP}, got {len(addresses)}: a warp has no more threads")
     for lane, address in enumerate(addresses):
         if address is not None and address % width:
             raise LayoutError(
@@ -75,7 +75,7 @@ def element_addresses(operand: Operand, elements: Sequence[tuple[int, int] | Non
 
 
 def matrix_addresses(operand: Operand, mn: int, k: int, matrices: int = 4) -> list[int | None]:
-    """Return the byte offsets that threads pass to ldmatrix and stmatrix, for 1, 2 or 4 matrices of 8 rows by 16 bytes.
+    """Return the byte offsets for ldmatrix and stmatrix of 1, 2 or 4 matrices of 8 rows by 16 bytes.
 
     A row runs along the leading dimension: an MN-major operand needs the instruction with ``.trans``. Matrices 0 and 1
     are consecutive in the strided dimension from element (mn, k), 2 and 3 are next to them, as in the fragments of
@@ -118,7 +118,7 @@ class Difference:
 
 
 def first_difference(a: Places, b: Places, shape: tuple[int, int]) -> Difference | None:
-    """Return the first difference of two layouts of a tile, the last dimension fastest; None if they are equal.
+    """Return the first difference of two layouts of a tile, the last dimension fastest. None if they are equal.
 
     Offsets are in elements. A layout is an `Operand`, a CuTe layout from (mn, k), a linear layout from ``offset`` to
     two dimensions, as in Triton, or a function of (mn, k).
@@ -153,7 +153,7 @@ def _places(layout: Places, shape: tuple[int, int]) -> Callable[[int, int], int]
 
 
 def _inverse(layout: LinearLayout) -> Callable[[int, int], int]:
-    """Return the function from two coordinates to the offset; inputs of size 1 (Triton's ``block``) are left out."""
+    """Return the function from two coordinates to the offset. Inputs of size 1 (Triton's ``block``) are left out."""
     inverse = LinearLayout(tuple((name, bases) for name, bases in layout.inputs if bases), layout.outputs).invert()
     names = [name for name, _ in layout.outputs]
     return lambda *element: inverse(**dict(zip(names, element, strict=True)))[0]

@@ -12,13 +12,13 @@ OFFSET = "offset"
 
 
 def swizzle_to_linear(swizzle: Swizzle, size: int) -> LinearLayout:
-    """Return a swizzle of the offsets below ``size``, a power of two, as a linear layout from offset to offset."""
+    """Return a swizzle of offsets as a linear layout. The offsets are below ``size``, a power of two."""
     bits = size.bit_length() - 1
     return LinearLayout.of({OFFSET: [(swizzle(1 << bit),) for bit in range(bits)]}, {OFFSET: size})
 
 
 def cute_to_linear(layout: Layout | ComposedLayout, names: Sequence[str]) -> LinearLayout:
-    """Return the linear layout from the coordinates in a layout's top-level modes, named ``names``, to ``offset``.
+    """Return the linear layout from coordinates in the top-level modes, named ``names``, to ``offset``.
 
     Raises:
         ValueError: the layout is not linear over F2: a size is not a power of two, or adding offsets carries.
@@ -44,7 +44,7 @@ def cute_to_linear(layout: Layout | ComposedLayout, names: Sequence[str]) -> Lin
 
 
 def linear_to_cute(linear: LinearLayout) -> ComposedLayout:
-    """Return the CuTe layout, with the swizzle of the fewest bits, of a linear layout from coordinates to ``offset``.
+    """Return the CuTe layout of a linear layout to ``offset``, with the swizzle of the fewest bits.
 
     Raises:
         ValueError: there is none with a swizzle of at most 3 bits and a shift of 3.

@@ -15,7 +15,7 @@ from tilewise.layouts.int_tuple import IntTuple, compact_strides, congruent, fla
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout ``shape:stride``, two congruent nested tuples; default strides are compact, the leftmost mode fastest.
+    """Layout ``shape:stride``, two congruent nested tuples. Default strides are compact, the leftmost mode fastest.
 
     Raises:
         ValueError: the tuples are not congruent, a size is below 1 or a stride below 0.
@@ -158,7 +158,7 @@ def coalesce(layout: Layout) -> Layout:
 
 
 def composition(a: Layout, b: Layout | tuple[Layout, ...]) -> Layout:
-    """Return the layout ``composition(A, B)(c) == A(B(c))``, with B's shape; a tuple of layouts is applied by mode.
+    """Return the layout ``composition(A, B)(c) == A(B(c))``, with B's shape. A tuple of layouts is applied by mode.
 
     Raises:
         ValueError: a mode of B and the modes of A do not divide one another, so that in general no layout is that
@@ -226,7 +226,7 @@ def complement(layout: Layout, cotarget: int) -> Layout:
 
 
 def logical_divide(a: Layout, b: Layout | tuple[Layout, ...]) -> Layout:
-    """Return A divided into tiles: mode 0 runs within a tile B, mode 1 over the tiles; a tuple is applied by mode.
+    """Return A divided into tiles: mode 0 runs within a tile B, mode 1 over the tiles. A tuple is applied by mode.
 
     ``logical_divide(A, B) == composition(A, (B, complement(B, A.size)))``
 
@@ -253,7 +253,7 @@ def logical_product(a: Layout, b: Layout) -> Layout:
 
 
 def right_inverse(layout: Layout) -> Layout:
-    """Return R with ``A(R(i)) == i`` for every ``i < R.size``; its size is that of the gapless offsets from 0."""
+    """Return R with ``A(R(i)) == i`` for every ``i < R.size``. Its size is that of the gapless offsets from 0."""
     result: list[tuple[int, int]] = []
     position, modes = 1, []
     for size, stride in coalesce(layout).flat():

@@ -161,7 +161,7 @@ def _cell(scene: Scene, x: float, y: float, number: int, color: str, read: bool)
 
 
 def _meant(scene: Scene, share: Instruction, atom: tuple[int, ...], x: float, y: float) -> tuple[float, float]:
-    """Add an atom's units at the positions of their elements in the matrix; return the right and bottom end."""
+    """Add an atom's units at their positions in the matrix; return the right and bottom end."""
     o = share.operand
     units = o.swizzle.width // UNIT_BYTES
     note = "16-byte units along K" if o.major is Major.K else "16-byte units along MN"

@@ -20,7 +20,7 @@ def is_power_of_two(n: int) -> bool:
 
 @dataclass(frozen=True)
 class LinearLayout:
-    """Function from named input indices to named output coordinates; `LinearLayout.of` builds one from lists.
+    """Function from named input indices to named output coordinates. `LinearLayout.of` builds one from lists.
 
     ``inputs``: name and bases of each input dimension: the outputs at index 1, 2, 4 and so on, each with a number per
     output dimension. ``outputs``: name and size of each output dimension.

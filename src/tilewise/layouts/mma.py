@@ -277,7 +277,7 @@ def instructions(
     if mn % rows or (rows % extent and extent % rows):
         raise LayoutError(
             f"rows: must divide shape[MN]={mn} and be whole atoms, or a whole part of one, of {extent}, got {rows}: an "
-            "instruction's share begins at an atom or lies inside one"
+            "instruction's share begins at an atom or is inside one"
         )
     depth = 8 * K_BYTES // operand.bits
     lbo, sbo = descriptor_strides(operand)

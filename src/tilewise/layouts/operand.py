@@ -256,8 +256,7 @@ class Operand:
     # Notations
 
     def cute(self) -> ComposedLayout:
-        """Return the CuTe layout from (mn, k) to `offset`, for any tile: ``Swizzle o ((8, ..), (s, ..))`` in
-        elements."""
+        """Return the CuTe layout from (mn, k) to `offset`: ``Swizzle o ((8, ..), (s, ..))`` in elements."""
         strided_atoms, leading_atoms = self._along(self.grid)
         strided = Layout((LINES, strided_atoms), (self.line, 8 * self.sbo // self.bits))
         leading = Layout((self.line, leading_atoms), (1, 8 * self.lbo // self.bits))

@@ -86,7 +86,7 @@ def _with_block(linear: LinearLayout) -> str:
 
 
 def drawing(operand: Operand, share: Instruction) -> list[str]:
-    """Return two drawings: the atoms in the tile, and the first atom that an instruction reads, line by line.
+    """Return two drawings: the atoms in the tile, and the lines of the first atom that an instruction reads.
 
     Atoms are numbered by their position in memory. Within the atom, the instruction's 16-byte units are numbered within
     its share, strided index slow, leading index fast; other units are dots.

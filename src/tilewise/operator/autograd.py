@@ -236,8 +236,7 @@ def _unflattened(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
 
 
 class _EagerPacked(torch.autograd.Function):
-    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for a packed batch in the caller's shapes, (total,
-    H, D).
+    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for a packed batch, (total, H, D).
 
     Autograd does not record the views in `Inputs`; call is (inputs, terms, run, return_lse).
     """
@@ -326,7 +325,7 @@ def eager_attention(
 def eager_flattened(
     inputs: Inputs, terms: ScoreNumbers, run: Forward, shapes: Sequence[tuple[int, ...]], return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `eager_attention` of inputs with more leading dimensions; ``run`` takes views of these ``shapes``."""
+    """Return `eager_attention` of inputs with more leading dimensions. ``run`` takes views of these ``shapes``."""
     q, k, v, bias = inputs[:4]
     if is_differentiated((q, k, v, bias)):
         found = _apply_flattened(q, k, v, bias, (inputs, terms, run, shapes, return_lse))
@@ -339,7 +338,7 @@ def eager_flattened(
 def eager_packed(
     given: Sequence[Tensor | None], inputs: Inputs, terms: ScoreNumbers, run: Forward, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return `eager_attention` of a packed batch; ``given``: q, k, v and bias of the caller; ``inputs``: their
+    """Return `eager_attention` of a packed batch. ``given``: q, k, v and bias of the caller. ``inputs``: their
     views."""
     if is_differentiated(given):
         found = _apply_packed(*given, (inputs, terms, run, return_lse))

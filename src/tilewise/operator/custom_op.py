@@ -201,8 +201,7 @@ def _hints(record: type) -> list[tuple[str, Any]]:
 def _autograd_kernel(
     operator: torch._ops.OpOverload, keep: Callable, differentiate: Callable, no_tangents: Callable
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return the Autograd kernel: that of `torch.library.register_autograd`, but also for tensors of torch.func's
-    transforms.
+    """Return the Autograd kernel, as `torch.library.register_autograd` does, also for torch.func's transforms.
 
     Within transforms Dynamo calls the operator itself, for which torch.library raises an error.
     """

@@ -1,4 +1,4 @@
-"""From a call to a prepared pass: its Problem, the plan, and the pass that the backend prepared, cached by layout.
+"""Prepared passes of calls, cached by layout: their Problem, the plan, and the backend's pass.
 
 The key of a prepared pass has all that a Problem and a backend read of the tensors, and the `ScoreNumbers`; a second
 call is one lookup.

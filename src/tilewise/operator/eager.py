@@ -53,7 +53,7 @@ def in_forward_mode() -> bool:
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` without its functorch steps; `is_eager` leaves those calls to the dispatcher."""
+    """Return ``function.apply`` without its functorch steps. `is_eager` leaves those calls to the dispatcher."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
@@ -66,8 +66,7 @@ def is_batched(*tensors: Tensor | None) -> bool:
 
 
 def is_eager_backward(*cotangents: Tensor | None) -> bool:
-    """True if the backward of an eager call is eager: not differentiated, not batched, no mode, no compiled
-    autograd."""
+    """True if a backward is eager: not differentiated, not batched, no mode, no compiled autograd."""
     if is_compiling() or is_grad_enabled() or is_in_torch_dispatch_mode():
         return False
     for x in cotangents:  # noqa: SIM110

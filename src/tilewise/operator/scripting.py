@@ -1,4 +1,4 @@
-"""Rejection of torch.jit.script, which supports neither keyword-only arguments nor a choice by dtype or device."""
+"""Rejection of torch.jit.script. It supports neither keyword-only arguments nor a choice by dtype or device."""
 
 from __future__ import annotations
 

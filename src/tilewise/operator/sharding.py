@@ -1,4 +1,4 @@
-"""Placements of DTensors for attention: split along the batch or the heads, or replicated, per axis of a mesh.
+"""Placements of DTensors for attention, per mesh axis: split along batch or heads, or replicated.
 
 DTensor redistributes inputs with other placements first. A bias, mask or sink is split if it has that axis, and
 replicated if it broadcasts; its gradient is then a sum over the devices, `Partial`, in its own dtype.

@@ -45,7 +45,7 @@ def structure_of(
     q: Layout, k: Layout, v: Layout, bias: Layout | None, mask: Layout | None, sink: Layout | None,
     *more: Layout | None,
 ) -> Structure | None:  # fmt: skip
-    """Return the structure of a call with q, k, v, bias, mask and sink only, whose shapes fit; None for other calls.
+    """Return the structure of a call with q, k, v, bias, mask and sink only, whose shapes fit. None for other calls.
 
     more: in a backward, the layouts of o and the LSE, and of their cotangents.
     """

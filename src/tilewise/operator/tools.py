@@ -1,4 +1,4 @@
-"""PyTorch's tools that handle operators: FLOP counters, profiles, DTensor placements, torch.fx and ONNX graphs.
+"""PyTorch's tools that handle operators: FLOP counters, profiles, DTensor, torch.fx and ONNX.
 
 Operators register with a tool only when it is in use; no tool is imported for it.
 """
@@ -25,7 +25,7 @@ def announce(*names: str) -> None:
 
 
 def exports_onnx() -> bool:
-    """True during an export to ONNX, which uses `tilewise.operator.onnx` because it knows none of the operators."""
+    """True during an export to ONNX, which uses `tilewise.operator.onnx` in place of the operators."""
     return (torch.compiler.is_compiling() or torch._C._is_tracing()) and torch.onnx.is_in_onnx_export()
 
 

@@ -1,1 +1,1 @@
-"""``alpha * a @ b + beta * c`` and its gradients: one product, described, then run by a backend that supports it."""
+"""Matrix product ``alpha * a @ b + beta * c`` and its gradients: description, choice of backend, kernels."""

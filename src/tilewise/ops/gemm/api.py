@@ -19,7 +19,7 @@ def matmul(
     beta: float = 1.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Return ``alpha * a @ b + beta * c``, accumulated in float32 and rounded once; differentiable in a, b and c.
+    """Return ``alpha * a @ b + beta * c``, accumulated in float32 and rounded once. It is differentiable in a, b and c.
 
     Args:
         a: (..., M, K) in float16, bfloat16, float32 or, on the CPU, float64. Leading dimensions are a batch and

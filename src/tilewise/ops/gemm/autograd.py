@@ -50,8 +50,7 @@ def _setup(ctx: Any, call: tuple, output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Return dA = alpha · dY Bᵀ, dB = alpha · Aᵀ dY and dC = beta · dY, each summed over the axes its operand
-    broadcasts."""
+    """Return dA = alpha · dY Bᵀ, dB = alpha · Aᵀ dY and dC = beta · dY, each summed over broadcast axes."""
     a, b = ctx.saved_tensors
     da = db = dc = None
     if ctx.needs_input_grad[0]:
@@ -64,8 +63,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _product_for(ctx, x: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return alpha · x @ y as the gradient of an operand of ``shape``, summed over the axes that the operand
-    broadcasts."""
+    """Return alpha · x @ y, the gradient of an operand of ``shape``, summed over its broadcast axes."""
     batch = broadcast(x, y)
     missing = len(batch) + 2 - len(shape)
     own = (1,) * missing + shape[:-2]

@@ -84,7 +84,7 @@ class HopperConfig:
 
 
 def hopper_config(product: Product) -> HopperConfig:
-    """Return 128 x 256 tiles, which read the least of A and B; buffers of a full C take the place of a stage."""
+    """Return 128 x 256 tiles, which read the least of A and B. Buffers of a full C take the place of a stage."""
     if c_spread(product) != "matrix":
         return HopperConfig()
     if product.c_dtype == torch.float32:
@@ -98,8 +98,7 @@ def c_first(product: Product, alpha: float, beta: float) -> bool:
 
 
 def lies(strides: tuple[int, int], sizes: tuple[int, int]) -> str | None:
-    """Return "rows" or "columns" if TMA can read a matrix of 16-bit elements that is contiguous along them, else
-    None."""
+    """Return "rows" or "columns", whichever are contiguous, if TMA can read the 16-bit matrix, else None."""
     for name, order in (("rows", 1), ("columns", -1)):
         if fits_tma(sizes[::order], strides[::order], 2, aligned=True):
             return name

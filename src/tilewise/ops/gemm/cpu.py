@@ -11,7 +11,7 @@ from tilewise.ops.gemm.problem import broadcast, output_shape
 
 
 def matmul(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...]) -> Tensor:
-    """Return ``alpha * (a @ b summed over the axes in summed) + beta * c``; alpha is not 0 and no tensor is empty."""
+    """Return ``alpha * (a @ b summed over the axes in summed) + beta * c``. alpha is not 0, and no tensor is empty."""
     shape, dtype = output_shape(a, b, summed), a.dtype
     working = torch.float32 if dtype.itemsize == 2 else dtype
     a, b = a.to(working), b.to(working)

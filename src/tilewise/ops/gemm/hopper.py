@@ -68,7 +68,7 @@ def _descriptor(
     x: Tensor, name: str, product: Product, matrix: tuple[int, int], box: tuple[int, int],
     strides: tuple[int, int], by_rows: bool = True,
 ) -> TensorDescriptor:  # fmt: skip
-    """Return the TMA descriptor of a batch of matrices; TMA reads 0 outside of the tensor and writes nothing there."""
+    """Return the TMA descriptor of a batch of matrices. TMA reads 0 outside of the tensor and writes nothing there."""
     if not by_rows:
         matrix, box, strides = matrix[::-1], box[::-1], strides[::-1]
     batch = [(axis.size, getattr(axis, name)) for axis in product.batch]

@@ -109,8 +109,7 @@ class Tile(NamedTuple):
 
 @gluon.jit
 def tile_at(i, sizes, k):
-    """Return this program's tile ``i``, in groups of GROUP_M tile rows, so that concurrent tiles share A and B in
-    L2."""
+    """Return this program's tile ``i``. Groups of GROUP_M tile rows share A and B in L2."""
     t = gl.program_id(0) + i * gl.num_programs(0)
     count = sizes.m_tiles * sizes.n_tiles
     g = t // count
@@ -209,7 +208,7 @@ def halves(x):
 @gluon.jit
 def store(acc, x, pipelines, tile, alpha, beta, sizes, spread, k, COL0: gl.constexpr, COLS: gl.constexpr,
           WARPGROUP: gl.constexpr):  # fmt: skip
-    """Store COLS columns of Y from the tile's column COL0 on, STORE_COLS at a time: to shared memory, then by TMA."""
+    """Store COLS columns of Y from column COL0 on, STORE_COLS at a time, through shared memory by TMA."""
     if COLS > k.STORE_COLS:
         left, right = halves(acc)
         store(left, x, pipelines, tile, alpha, beta, sizes, spread, k, COL0, COLS // 2, WARPGROUP)

@@ -77,7 +77,7 @@ def output_shape(a: Tensor, b: Tensor, summed: tuple[int, ...]) -> tuple[int, ..
 
 
 class Axis(NamedTuple):
-    """Axis of the batch: size, if it is summed, and its strides in a, b, c and y, 0 for a tensor that broadcasts."""
+    """Axis of the batch; strides are in elements, 0 for a tensor that broadcasts along it."""
 
     size: int
     summed: bool
@@ -125,7 +125,7 @@ class Product:
 
 
 def describe(a: Tensor, b: Tensor, c: Tensor | None, summed: tuple[int, ...]) -> Product | None:
-    """Return the product of tensors that are not empty; None if more than two batch axes remain after merging."""
+    """Return the product of tensors that are not empty. None if more than two batch axes remain after merging."""
     batch, M, K, N = broadcast(a, b), a.shape[-2], a.shape[-1], b.shape[-1]
     shape = (*batch, M, N)
     strides = {

@@ -1,4 +1,4 @@
-"""Triton kernel of the product, for every GPU and any strides: one program per tile of Y, operands by pointers."""
+"""Triton kernel of the product for every GPU and any strides. One program computes a tile of Y."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class TritonGemmConstants(NamedTuple):
 
 @triton.jit
 def tile_at(t, m_tiles, n_tiles, GROUP_M: tl.constexpr):
-    """Return (tile row, tile column, batch) of tile t, in groups of GROUP_M tile rows, so that neighbours share A and
-    B."""
+    """Return (tile row, tile column, batch) of tile t. Groups of GROUP_M tile rows share A and B."""
     g = t // (m_tiles * n_tiles)
     t = t % (m_tiles * n_tiles)
     first = t // (GROUP_M * n_tiles) * GROUP_M

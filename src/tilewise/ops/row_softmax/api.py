@@ -11,7 +11,7 @@ from tilewise.ops.row_softmax.checks import check_arguments
 def softmax(
     x: Tensor, *, scale: float = 1.0, bias: Tensor | None = None, mask: Tensor | None = None, dim: int = -1
 ) -> Tensor:
-    """Return the softmax of ``scale * x + bias`` along one axis, over the elements that the mask leaves visible.
+    """Return the softmax of ``scale * x + bias`` along one axis, over the visible elements.
 
     Args:
         x: any shape with at least one axis, any strides; float16, bfloat16, float32 or, on the CPU, float64. A row, the

@@ -189,7 +189,7 @@ def _run_derivative(dp: Tensor, p: Tensor, ds: Tensor, dim: int) -> None:
 
 
 def _is_innermost(p: Tensor, dim: int) -> bool:
-    """True if only axes of size 1 follow ``dim``: moved to the end, p stays contiguous and the kernel is faster."""
+    """True if only axes of size 1 follow ``dim``. Moved to the end, p stays contiguous and the kernel is faster."""
     return dim != p.dim() - 1 and p.stride(dim) == 1
 
 

@@ -1,4 +1,6 @@
-"""Kernels of dS = P ∘ (dP - delta), delta = rowsum(dP ∘ P); dx = scale · dS, and dbias = dS if bias has x's shape.
+"""Kernels of dS = P ∘ (dP - delta), delta = rowsum(dP ∘ P), and of dx = scale · dS.
+
+dbias is dS if bias has x's shape.
 
 If P is 0, dS is 0 for any dP, NaN included.
 """

@@ -34,8 +34,7 @@ class SoftmaxConstants(NamedTuple):
 
 @triton.jit
 def place(block, sizes, c):
-    """Return (outer, rows [ROWS]): the index over all axes but the last, as one number, and the rows of tile
-    ``block``."""
+    """Return (outer, rows [ROWS]) of tile ``block``; outer is the index over all axes but the last, as one number."""
     tiles = tl.cdiv(sizes[c.AXES - 1], c.ROWS)
     return block // tiles, block % tiles * c.ROWS + tl.arange(0, c.ROWS)
 
