@@ -212,10 +212,8 @@ def attention(
 
 
 def _of_sequences(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return ``(o, lse)`` of DTensors split along the sequence; None for others.
-
-    Import torch.distributed only here: with DTensors it is loaded already.
-    """
+    """Return ``(o, lse)`` of DTensors split along the sequence; None for others. Import torch.distributed only here:
+    with DTensors it is loaded already."""
     from tilewise.distributed.dtensor import attention_of_sequences
     from tilewise.distributed.operands import CallOptions
 

@@ -267,11 +267,8 @@ def _positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float |
 
 
 class _Fold(NamedTuple):
-    """Leading dimensions that were flattened into (B, H).
-
-    ``order`` permutes ``lead``; the result keeps the last ``rank`` of ``lead``. ``as_query``: the result has query's
-    memory layout; otherwise it is contiguous.
-    """
+    """Leading dimensions that were flattened into (B, H). ``order`` permutes ``lead``; the result keeps the last
+    ``rank`` of ``lead``. ``as_query``: the result has query's memory layout; otherwise it is contiguous."""
 
     order: tuple[int, ...]
     lead: tuple[int, ...]

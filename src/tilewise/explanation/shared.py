@@ -23,10 +23,8 @@ class Lines:
 
 
 def on_device(problem: P, device: str) -> P:
-    """Return ``problem``, a dataclass with ``device`` and ``capability``, for another device.
-
-    device: "cpu", or a CUDA compute capability such as "sm_90".
-    """
+    """Return ``problem``, a dataclass with ``device`` and ``capability``, for another device. device: "cpu", or a CUDA
+    compute capability such as "sm_90"."""
     values: dict[str, Any] = {"device": "cpu", "capability": None}
     if device != "cpu":
         values = {"device": "cuda", "capability": compute_capability(device)}

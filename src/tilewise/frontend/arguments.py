@@ -59,10 +59,8 @@ def read_call(
     backend: str | None,
     **numbers: Unpack[Numbers],
 ) -> Call:
-    """Read and check the keyword arguments of `attention`; ``numbers`` are those of `Score.of`.
-
-    A call with dropout but without a seed gets its seed later, by `with_seed`.
-    """
+    """Read and check the keyword arguments of `attention`; ``numbers`` are those of `Score.of`. A call with dropout but
+    without a seed gets its seed later, by `with_seed`."""
     check_numbers(window, dropout_p=dropout_p, **numbers)
     if causal is not True and causal is not False:  # avoids a function call in the common case
         check_flag("causal", causal)
@@ -137,10 +135,8 @@ def check_dropout_seed(seed: Any, q: Tensor) -> None:
 
 
 def seed_tensor(seed: tuple[int, int] | Tensor, device: torch.device) -> Tensor:
-    """Return the seed as an int64 tensor (2,) on ``device``.
-
-    Kernels write the numbers: a copy from the host would synchronize, and a CUDA graph could not capture it.
-    """
+    """Return the seed as an int64 tensor (2,) on ``device``. Kernels write the numbers: a copy from the host would
+    synchronize, and a CUDA graph could not capture it."""
     if isinstance(seed, Tensor):
         return seed.contiguous()
     first, second = (x - 2**64 if x >= 2**63 else x for x in seed)

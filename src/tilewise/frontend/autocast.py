@@ -15,11 +15,8 @@ def autocast_on(x: Tensor) -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return ``tensors`` in autocast's dtype if autocast is on for the device of the first one.
-
-    As for PyTorch's operators, nothing is cast if a tensor is float64 or not floating-point, so that errors name the
-    caller's dtypes.
-    """
+    """Return ``tensors`` in autocast's dtype if autocast is on for the device of the first one. As for PyTorch's
+    operators, nothing is cast if a tensor is float64 or not floating-point, so that errors name the caller's dtypes."""
     if not autocast_on(tensors[0]):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)

@@ -124,10 +124,8 @@ def cache_call(
     inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
     aligned: bool = True, parts: Parts | None = None,
 ) -> None:  # fmt: skip
-    """Cache a call that succeeded, with the result of reading it; see `cached_call`.
-
-    aligned: a causal limit is aligned bottom-right, else top-left. parts: the bias components of a bias term.
-    """
+    """Cache a call that succeeded, with the result of reading it; see `cached_call`. aligned: a causal limit is aligned
+    bottom-right, else top-left. parts: the bias components of a bias term."""
     term: Any = inputs.bias
     if type(term) is T5Bias or type(term) is Alibi:
         _cache_vector(inputs, arguments, ScoreNumbers.of(score, deterministic, backend, exact), parts)
@@ -177,10 +175,8 @@ def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple) -> None
 
 
 def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
-    """Return the key in `cached_calls` of a function that calls ``attention`` with reshaped bias and mask.
-
-    None if the call cannot be cached.
-    """
+    """Return the key in `cached_calls` of a function that calls ``attention`` with reshaped bias and mask. None if the
+    call cannot be cached."""
     q, k, v, bias, mask = inputs[:5]
     if q is None or k is None or v is None or autocast_somewhere() or not is_eager(inputs[:5]):
         return None

@@ -71,10 +71,8 @@ def packed_attention(
 def shared_longest(
     longest: tuple[int, int], *, bias: Bias = None, mask: Tensor | None = None, validate: bool = False, **_: Any
 ) -> tuple[int, int]:  # fmt: skip
-    """Return ``longest`` rounded up, so that batches of similar lengths share a prepared call.
-
-    Only if no tensor's shape depends on it. It grows by at most 15 up to 128, and above by at most 1/8 or 127.
-    """
+    """Return ``longest`` rounded up, so that batches of similar lengths share a prepared call. It grows by at most 15
+    up to 128, and above by at most 1/8 or 127; it is unchanged if a tensor's shape depends on it."""
     packed = bias is None or type(bias) is RaggedBias or (isinstance(bias, Tensor) and bias.dim() < 4)
     if not packed or mask is not None or validate or not all(type(n) is int for n in longest):
         return longest

@@ -159,10 +159,8 @@ announce("attention", "attention_backward")
 
 
 class _EagerAttention(torch.autograd.Function):
-    """Autograd function ``*tensors, call -> o`` or ``o, lse``.
-
-    The tensors are those of `Needs`, all or those before the bias components; call is (inputs, terms, run, return_lse).
-    """
+    """Autograd function ``*tensors, call -> o`` or ``o, lse``. The tensors are those of `Needs`, all or those before
+    the bias components; call is (inputs, terms, run, return_lse)."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -183,10 +181,8 @@ class _EagerAttention(torch.autograd.Function):
 
 
 class _EagerFlattened(torch.autograd.Function):
-    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for more leading dimensions than a batch.
-
-    Autograd does not record the views passed to ``run``; call is (inputs, terms, run, shapes of the views, return_lse).
-    """
+    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for more leading dimensions than a batch. Autograd
+    does not record the views passed to ``run``; call is (inputs, terms, run, shapes of the views, return_lse)."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -236,10 +232,8 @@ def _unflattened(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
 
 
 class _EagerPacked(torch.autograd.Function):
-    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for a packed batch, (total, H, D).
-
-    Autograd does not record the views in `Inputs`; call is (inputs, terms, run, return_lse).
-    """
+    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for a packed batch, (total, H, D). Autograd does not
+    record the views in `Inputs`; call is (inputs, terms, run, return_lse)."""
 
     @staticmethod
     def forward(ctx, q, k, v, bias, call):
@@ -285,10 +279,8 @@ _apply_packed = apply_of(_EagerPacked)
 def attention_op(
     inputs: Inputs, score: Score, deterministic: bool, backend: str, *, return_lse: bool = True, exact: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``(o, lse)`` of a checked call, differentiable in all inputs but the mask, through o and lse.
-
-    Without ``return_lse``, lse is undefined. exact: see `Problem`.
-    """
+    """Return ``(o, lse)`` of a checked call, differentiable in all inputs but the mask, through o and lse. Without
+    ``return_lse``, lse is undefined. exact: see `Problem`."""
     terms = ScoreNumbers.of(score, deterministic, backend, exact)
     if not is_eager(inputs.tensors()):
         o, lse, *_ = ATTENTION.watched(*inputs.flat(), *terms)

@@ -133,10 +133,8 @@ def composed_operator(schema: str, made_of: Callable[..., Any]) -> None:
 def gradients_like(
     inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], q: Tensor
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the tensors of a backward operator, with the strides that `fake_gradients_like` declares.
-
-    An empty tensor stands for a gradient that is not required.
-    """
+    """Return the tensors of a backward operator, with the strides that `fake_gradients_like` declares. An empty tensor
+    stands for a gradient that is not required."""
     pairs = zip(inputs, gradients, strict=True)
     return tuple(q.new_empty(0) if x is None or g is None else _like(x, g) for x, g in pairs)
 
@@ -160,10 +158,8 @@ def fake_gradients_like(
 
 @contextmanager
 def autograd_again() -> Iterator[None]:
-    """Let autograd record within an operator, for a backward that differentiates its own forward.
-
-    An operator runs below autograd, which records nothing there, whatever the grad mode.
-    """
+    """Let autograd record within an operator, for a backward that differentiates its own forward. An operator runs
+    below autograd, which records nothing there, whatever the grad mode."""
     with torch._C._PreserveDispatchKeyGuard():
         torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
         yield
@@ -201,10 +197,8 @@ def _hints(record: type) -> list[tuple[str, Any]]:
 def _autograd_kernel(
     operator: torch._ops.OpOverload, keep: Callable, differentiate: Callable, no_tangents: Callable
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return the Autograd kernel, as `torch.library.register_autograd` does, also for torch.func's transforms.
-
-    Within transforms Dynamo calls the operator itself, for which torch.library raises an error.
-    """
+    """Return the Autograd kernel, as `torch.library.register_autograd` does, also for torch.func's transforms. Within
+    transforms Dynamo calls the operator itself, for which torch.library raises an error."""
 
     class Recorded(torch.autograd.Function):
         @staticmethod

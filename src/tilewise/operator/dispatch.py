@@ -62,10 +62,8 @@ def forward_variants(structure: Structure, terms: ScoreNumbers) -> Variants | No
 
 
 def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
-    """Return True if the pass is kept as a variant to resize for other lengths.
-
-    If so, the next call prepares a pass for this layout from it, which checks less and is faster.
-    """
+    """Return True if the pass is kept as a variant to resize for other lengths. If so, the next call prepares a pass
+    for this layout from it, which checks less and is faster."""
     if not getattr(run, "resizable", False):
         return False
     variants = structures.get(key) or structures.keep(key, Variants([]))

@@ -20,10 +20,8 @@ Shape = Sequence[int]
 
 
 def _products(name: str, scores: Callable[[dict[str, Any]], int], head_dims: int, value_dims: int) -> Any:
-    """Return the FLOP formula of an operator with this many products over the head and value dimensions.
-
-    Forward: S; and O. Backward: S, dQ and dK; and dP and dV.
-    """
+    """Return the FLOP formula of an operator with this many products over the head and value dimensions. Forward: S;
+    and O. Backward: S, dQ and dK; and dP and dV."""
 
     def formula(*arguments: Any, out_val: Any = None) -> int:
         named = _named(name, arguments)

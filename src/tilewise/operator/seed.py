@@ -39,11 +39,8 @@ def _draw(q: Tensor) -> Tensor:
 
 @contextmanager
 def _kept() -> Iterator[None]:
-    """Mark the traced nodes as saved for the backward.
-
-    With a budget of 0 the partitioner saves only the inputs of the graph; if told to recompute, it then restores the
-    generator's state, as for activation checkpointing.
-    """
+    """Mark the traced nodes as saved for the backward. With a budget of 0 the partitioner saves only the inputs of the
+    graph; if told to recompute, it then restores the generator's state, as for activation checkpointing."""
     from torch._functorch import config  # imported only to compile
 
     keep = config.activation_memory_budget > 0

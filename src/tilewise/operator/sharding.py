@@ -79,10 +79,8 @@ def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Shar
 
 
 def groups_stay_together(kv_heads: int, mesh: tuple[int, ...]) -> bool:
-    """True if each query head is on the device of its key/value head, over any axes that heads are split along.
-
-    Heads are split over at most as many devices as there are key/value heads.
-    """
+    """True if each query head is on the device of its key/value head, over any axes that heads are split along. Heads
+    are split over at most as many devices as there are key/value heads."""
     counts = {prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)}
     return all(kv_heads % count == 0 for count in counts if count <= kv_heads)
 

@@ -46,9 +46,7 @@ def structure_of(
     *more: Layout | None,
 ) -> Structure | None:  # fmt: skip
     """Return the structure of a call with q, k, v, bias, mask and sink only, whose shapes fit. None for other calls.
-
-    more: in a backward, the layouts of o and the LSE, and of their cotangents.
-    """
+    more: in a backward, the layouts of o and the LSE, and of their cotangents."""
     q_shape, q_dtype, q_device, q_strides, q_begin = q
     k_shape, k_dtype, k_device, k_strides, k_begin = k
     v_shape, v_dtype, v_device, v_strides, v_begin = v
@@ -126,10 +124,8 @@ def structure_of(
 
 
 def _codes(strides: Sequence[int]) -> tuple[int, ...]:
-    """Return a code per stride: 0, 1, or the largest power of two up to 16 that divides it.
-
-    It tells if TMA can step by the stride and if a kernel may be specialized for multiples of 16.
-    """
+    """Return a code per stride: 0, 1, or the largest power of two up to 16 that divides it. It tells if TMA can step by
+    the stride and if a kernel may be specialized for multiples of 16."""
     return tuple([x if x < 2 else (x & -x & 15) | 16 for x in strides])
 
 

@@ -22,10 +22,8 @@ class Choice:
 
 
 def choose(product: Product, backend: str = "auto") -> Choice:
-    """Return the first backend that supports the product, or the given one; ValueError if none can run it.
-
-    backend: "auto", a name, or "NAME or auto", for gradients: NAME if it can, else the first that can.
-    """
+    """Return the first backend that supports the product, or the given one; ValueError if none can run it. backend:
+    "auto", a name, or "NAME or auto", for gradients: NAME if it can, else the first that can."""
     name, *otherwise = backend.split()
     if otherwise and _DECLINES[name](product) is None:
         return Choice(name, {})

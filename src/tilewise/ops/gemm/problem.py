@@ -89,10 +89,8 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """Y[g] = alpha · Σ_r A[g, r] B[g, r] + beta · C[g], with at most two batch axes, each kept or summed.
-
-    Strides are in elements; ``c_strides`` is None without c. Hashable: a key of prepared launches.
-    """
+    """Y[g] = alpha · Σ_r A[g, r] B[g, r] + beta · C[g], with at most two batch axes, each kept or summed. Strides are
+    in elements; ``c_strides`` is None without c. Hashable: a key of prepared launches."""
 
     rows: int  # M
     cols: int  # N

@@ -154,10 +154,8 @@ def _is_exact(p: Tensor, scale: float, dim: int) -> bool:
 
 
 def _softmax_derivative(dp: Tensor, p: Tensor, dim: int, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """Return dS = P ∘ (dP - delta), delta = rowsum(dP ∘ P); if P is 0, dS is 0, even for NaN in dP.
-
-    The result is in ``out`` if dtype and strides allow it.
-    """
+    """Return dS = P ∘ (dP - delta), delta = rowsum(dP ∘ P); if P is 0, dS is 0, even for NaN in dP. The result is in
+    ``out`` if dtype and strides allow it."""
     p, dp = p.to(dtype).contiguous(), dp.to(dtype).contiguous()
     ds = out if out is not None and out.dtype == dtype and out.is_contiguous() else torch.empty_like(p)
     _run_derivative(dp, p, ds, dim)
@@ -202,10 +200,8 @@ def _order(x: Tensor) -> list[int]:
 
 
 def _pieces(shape: torch.Size, dim: int) -> Iterator[Piece]:
-    """Yield slices that cut a tensor into whole rows, about `AT_ONCE` elements each, or one longer row.
-
-    Yield () for a tensor that fits, because slicing costs small tensors more than their softmax.
-    """
+    """Yield slices that cut a tensor into whole rows, about `AT_ONCE` elements each, or one longer row. Yield () for a
+    tensor that fits, because slicing costs small tensors more than their softmax."""
     if math.prod(shape) <= AT_ONCE:
         yield ()
         return

@@ -61,11 +61,8 @@ def _offsets(x, place, step, sizes, c):
 
 @triton.jit
 def bias_gradient_kernel(dp, p, delta, dbias, sizes, length, steps, places, size, c):
-    """Compute the sums of one split for one tile of the bias.
-
-    ``steps``: steps of all splits. ``size``: elements of the bias; ``dbias`` has a copy of it per split, and per tile
-    of columns if the bias has no columns.
-    """
+    """Compute the sums of one split for one tile of the bias. ``steps``: steps of all splits. ``size``: elements of the
+    bias; ``dbias`` has a copy of it per split, and per tile of columns if the bias has no columns."""
     pid = tl.program_id(0)
     place = pid % places
     split = pid // places % c.SPLITS

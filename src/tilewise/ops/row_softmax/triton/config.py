@@ -76,10 +76,8 @@ def softmax_config(
     together = min(32, power_of_two(neighbours)) if across else 1
 
     def run_together(parts: int) -> bool:
-        """True if programs that wait for each other run concurrently, whatever else the device does.
-
-        Half of them fit if each has a multiprocessor of its own; they start in the order of their numbers.
-        """
+        """True if programs that wait for each other run concurrently, whatever else the device does. Half of them fit
+        if each has a multiprocessor of its own; they start in the order of their numbers."""
         return together == 1 and (parts == 1 or 2 * parts <= processors <= rows * parts)
 
     if plain and itemsize == 2 and (backward, block) in PACKED:

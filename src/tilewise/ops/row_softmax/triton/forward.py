@@ -55,9 +55,7 @@ def _store(p, start, cols, valid, end, tile, c):
 @triton.jit
 def tile_kernel(x, bias, mask, p, slots, sizes, length, scale, factor, c):
     """Compute P of rows that stay on chip, in one program or in PARTS that wait for each other's statistics.
-
-    ``factor``: log2(e), times the scale if there is no bias. ``slots``: zeros, see `rows.publish`.
-    """
+    ``factor``: log2(e), times the scale if there is no bias. ``slots``: zeros, see `rows.publish`."""
     pid = tl.program_id(0)
     outer, rows = place(pid // c.PARTS, sizes, c)
     valid = rows < sizes[c.AXES - 1]
@@ -116,10 +114,8 @@ def statistics_kernel(x, bias, mask, slots, sizes, length, span, scale, factor, 
 
 @triton.jit
 def loop_kernel(x, bias, mask, p, slots, sizes, length, span, scale, factor, c):
-    """Compute P of a part of rows, one tile at a time, from the statistics in ``slots``.
-
-    With one part, the row is read twice here, the second time from the L2 cache.
-    """
+    """Compute P of a part of rows, one tile at a time, from the statistics in ``slots``. With one part, the row is read
+    twice here, the second time from the L2 cache."""
     pid = tl.program_id(0)
     outer, rows = place(pid // c.PARTS, sizes, c)
     valid = rows < sizes[c.AXES - 1]

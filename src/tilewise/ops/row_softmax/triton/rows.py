@@ -65,10 +65,8 @@ def row_numbers(outer, rows, sizes, c):
 
 @triton.jit
 def again(tile, c):
-    """Return ``tile`` so that the compiler does not recognize it.
-
-    Otherwise it keeps the float32 conversion, in twice the registers, until the row's statistics are known.
-    """
+    """Return ``tile`` so that the compiler does not recognize it. Otherwise it keeps the float32 conversion, in twice
+    the registers, until the row's statistics are known."""
     if c.PACK:
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2)
     return tile
