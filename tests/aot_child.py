@@ -223,7 +223,7 @@ def compile_case(
     o = empty_output(inputs.q, case.value_dim)
     lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
     _launched.clear()
-    launch.HopperForward(problem, inputs)(inputs)
+    launch.TritonForward(problem, inputs)(inputs)
     if backward:
         outputs = Outputs(o, lse, empty_low_bits(o, problem))
         cotangents = Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)

@@ -46,18 +46,18 @@ def _assign(lengths: Sequence[int], order: list[int], everybodys: int, size: int
     long = torch.tensor([lengths[n] for n in everybody], dtype=torch.int64, device="cpu")
     chunks[:, everybody] = _heads_and_tails(long, size)
     tokens = chunks[:size].sum(1) + chunks[size:].flip(0).sum(1)
-    room = [sum(lengths) // size - n for n in tokens.tolist()]
+    free_tokens = [sum(lengths) // size - n for n in tokens.tolist()]
     work = [0] * size  # of sequences on one rank
     least = [(0, rank) for rank in range(size)]  # a heap: the rank with the least work in front
     owners, rest = [], []
     for n in order[everybodys:]:
         full = []
-        while least and room[least[0][1]] < lengths[n]:
+        while least and free_tokens[least[0][1]] < lengths[n]:
             full.append(heapq.heappop(least))
         if least:
             rank = least[0][1]
             work[rank] += lengths[n] ** 2
-            room[rank] -= lengths[n]
+            free_tokens[rank] -= lengths[n]
             heapq.heapreplace(least, (work[rank], rank))
             owners.append((rank, n, lengths[n]))
         else:
@@ -70,7 +70,7 @@ def _assign(lengths: Sequence[int], order: list[int], everybodys: int, size: int
     if rest:  # end to end into the remaining space
         count = torch.tensor([lengths[n] for n in rest], device="cpu")
         begin = count.cumsum(0) - count
-        limit = torch.tensor(room, device="cpu").cumsum(0)[:, None]
+        limit = torch.tensor(free_tokens, device="cpu").cumsum(0)[:, None]
         last = (limit - begin).clamp(min=0).minimum(count)
         first = torch.cat([torch.zeros_like(last[:1]), last[:-1]])
         chunks[:size, rest] = last - first

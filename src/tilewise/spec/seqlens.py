@@ -70,11 +70,11 @@ def places(lengths: Lengths, packed: Packed, totals: tuple[int, int], pairs: int
     assert lengths.cu_k is not None
     q, k = lengths.cu_q.tolist(), lengths.cu_k.tolist()
     queries = _lengths("q", q, totals[0], packed.max_q)
-    room = _lengths("k", k, totals[1], None if lengths.used_k is not None else packed.max_k)
-    keys = room
+    capacity = _lengths("k", k, totals[1], None if lengths.used_k is not None else packed.max_k)
+    keys = capacity
     if lengths.used_k is not None:
         keys = lengths.used_k.tolist()
-        for b, (used, most) in enumerate(zip(keys, room, strict=True)):
+        for b, (used, most) in enumerate(zip(keys, capacity, strict=True)):
             if not 0 <= used <= most:
                 raise ValueError(f"seqused_k: sequence {b} has {most} keys, got {used}")
         _check_longest("k", keys, packed.max_k)

@@ -101,7 +101,7 @@ def tile_summary_kernel(x, bits, states, rows, keys, how, c):
     for j in tl.range(0, tl.minimum(c.AT_ONCE, key_count - first), num_stages=1, disable_licm=True):
         if tl.sum(tl.where(i == j, wanted.to(tl.int32), 0), 0) != 0:
             this = first + j
-            if how.LIES == "intervals":
+            if how.LAYOUT == "intervals":
                 some, all_ = _store_interval_bits(x, bits, matrix, bh, m, this, rows, keys, c)
             else:
                 r, col = m * 64 + tl.arange(0, 64)[:, None], this * c.BLOCK_N + tl.arange(0, c.BLOCK_N)[None, :]

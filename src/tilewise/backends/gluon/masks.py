@@ -100,7 +100,7 @@ class MaskSummary:
         else:
             count = matrices * chunks * -(-key_tiles // at_once)
             # Intervals: a single warp computes its words without sharing work with other warps.
-            warps = 1 if how.LIES == "intervals" else 4
+            warps = 1 if how.LAYOUT == "intervals" else 4
             self.summarise = Launch(
                 tile_summary_kernel, count, (tile_layout(), POINTER, POINTER), (rows, p.keys, constants(how), c),
                 num_warps=warps,

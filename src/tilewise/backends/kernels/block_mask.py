@@ -27,7 +27,7 @@ class TileHow(NamedTuple):
     GROUP: Any
     ROWS: Any
     COLS: Any
-    LIES: Any  # "bits" or "intervals"
+    LAYOUT: Any  # "bits" or "intervals"
     TILE_M: Any  # queries and keys of a tile of the mask
     TILE_N: Any
     MET_M: Any  # so many of these a tile of the kernel meets at most
@@ -74,7 +74,7 @@ def flat_mask(mask: Tensor | None, tiles: TileTensors | None) -> tuple[Tensor | 
 @triton.jit
 def pairs(x, how, matrix, m, n, m0, n0, queries, keys):
     """Which of the pairs (m, n) are seen, all of them within the tensor and in the tile of a kernel at (m0, n0)."""
-    if how.LIES == "intervals":
+    if how.LAYOUT == "intervals":
         place = matrix * keys + n
         visible = (m >= tl.load(x.begins + place)) & (m < tl.load(x.ends + place))
     else:

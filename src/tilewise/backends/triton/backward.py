@@ -165,7 +165,7 @@ def tile_gradients(
     pipeline brings, are read only if ``mixed``. PARTIAL: the tile reaches past the band, the keys or the queries. NEAR:
     see `score_products`.
     """
-    BITS: tl.constexpr = MASKED and c.MASK_HOW.LIES == "bits"
+    BITS: tl.constexpr = MASKED and c.MASK_HOW.LAYOUT == "bits"
     SHOWN: tl.constexpr = MASKED and not BITS
     at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]

@@ -68,8 +68,8 @@ def kernel_terms(problem: Problem, inputs: Inputs, first: bool) -> ScoreArgs:
     return terms._replace(**part_numbers(problem, inputs.parts))
 
 
-def lies(problem: Problem, name: str) -> str:
-    """How a bias or mask, or a part along the keys or queries, lies in a packed batch: see `Broadcast`."""
+def packed_layout(problem: Problem, name: str) -> str:
+    """How a bias or mask, or a part along the keys or queries, packed_layout in a packed batch: see `Broadcast`."""
     forms = () if problem.score.packed is None else problem.score.packed.forms
     if name == "bias" and "ragged" in forms:
         return "pairs"
@@ -83,7 +83,7 @@ def part_hows(problem: Problem, parts: Parts | None) -> PartHows | None:
     assert problem.parts is not None
     for name, _ in parts.vectors():
         operand = getattr(problem.parts, name)
-        found[name] = broadcast(operand, problem.broadcast_group(operand), False, lies(problem, name))
+        found[name] = broadcast(operand, problem.broadcast_group(operand), False, packed_layout(problem, name))
     for name, x in parts.relatives(problem.score, problem.queries):
         found[name] = by_distance(problem, name, x)
     return PartHows(**found)

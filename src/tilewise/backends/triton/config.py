@@ -149,19 +149,19 @@ def _few_queries_config(problem: Problem) -> TritonConfig:
     memory.
     """
     d, size = max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype.itemsize
-    room = shared_memory(problem)
-    large = room > 200 * 1024
+    capacity = shared_memory(problem)
+    large = capacity > 200 * 1024
     block_m = min(padded(problem.queries * problem.group), 64)
     if large and block_m > 16:
         block_m = 64
-    elif 2 * block_m * d * size > room:  # half of it is for keys and values
+    elif 2 * block_m * d * size > capacity:  # half of it is for keys and values
         block_m //= 2
     stage = 32 * 1024 if large else 16 * 1024
     block_n = max(16, min(stage // (2 * d * size), 128))
     warps = 8 if block_m * d > 64 * 128 else 4
     # Queries stay; keys, values and the tiles of a bias and a mask are in all stages but one.
     pair = problem.bias_itemsize + (0 if problem.mask is None else problem.mask.matrix_itemsize)
-    most = 1 + (room - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * pair))
+    most = 1 + (capacity - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * pair))
     return TritonConfig(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), pack_gqa=True)
 
 

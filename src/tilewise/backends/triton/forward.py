@@ -58,7 +58,7 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
     # load and a second time in the product's: twice the exponentials, hundreds of shuffles, 1,100 bytes of spills.
     HIDES: tl.constexpr = MASKED or PARTIAL
     HOW: tl.constexpr = c.MASK_HOW
-    EARLY: tl.constexpr = MASKED and (HOW.LIES == "bits" or (HOW.LIES != "intervals" and not HOW.TMA))
+    EARLY: tl.constexpr = MASKED and (HOW.LAYOUT == "bits" or (HOW.LAYOUT != "intervals" and not HOW.TMA))
     if EARLY:
         visible = visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, TAIL, c)
 

@@ -55,7 +55,7 @@ from tilewise.backends.triton.bias_components import (
     has_far_tiles,
     is_added,
     kernel_terms,
-    lies,
+    packed_layout,
     part_hows,
     parts_layout,
 )
@@ -393,7 +393,7 @@ class TritonBackward:
         def ordered(x: Tensor, name: str) -> Launch:
             operand = problem.bias if name == "bias" else getattr(problem.parts, name)
             assert isinstance(operand, TensorSpec)
-            how = constants(broadcast(operand, problem.broadcast_group(operand), False, lies(problem, name)))
+            how = constants(broadcast(operand, problem.broadcast_group(operand), False, packed_layout(problem, name)))
             matrices, axis = operand.batch * operand.heads, tuple[str, ...]()
             if name == "toeplitz":
                 kernel, programs = diagonal_gradient_kernel, triton.cdiv(operand.cols, config.block_n)
@@ -592,5 +592,5 @@ def _broadcast(
         return None
     # Rows of a tile with pack_gqa are of several heads.
     tma = operand.axes == "matrix" and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
-    how = broadcast(operand, problem.broadcast_group(operand), tma, lies(problem, name))
+    how = broadcast(operand, problem.broadcast_group(operand), tma, packed_layout(problem, name))
     return how._replace(FLAT=flat and operand.axes == "matrix")

@@ -213,7 +213,7 @@ def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, stat
     call = Reads(q, k, v, do, lse2, delta, bias, mask, parts)
     acc = _sum_over_broadcast(acc, call, seed, states, lengths, mb, mh, (tm, tn), how, "bias", terms, sizes, c)
     start, own = 0, sizes
-    if how.LIES != "padded":
+    if how.LAYOUT != "padded":
         start, own = own_sizes(lengths, mb, sizes, c)
     m = tm * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
     n = tn * c.BLOCK_N + tl.arange(0, c.BLOCK_N)

@@ -53,7 +53,7 @@ def visible_tile(x, at, n0, cols, terms, sizes, MASKED: tl.constexpr, PARTIAL: t
     else:  # always; in the layout of the scores it makes Triton take the mask there too
         visible = (at.rows >= 0) & (cols >= 0)
     if MASKED:
-        if c.MASK_HOW.LIES == "bits" or c.MASK_HOW.LIES == "intervals":
+        if c.MASK_HOW.LAYOUT == "bits" or c.MASK_HOW.LAYOUT == "intervals":
             visible &= listed_pairs(x.mask, c.MASK_HOW, at, n0, cols, sizes)
         else:
             visible &= load_operand(x.mask, c.MASK_HOW, x.start, at, n0, cols, TAIL, sizes, c) != 0

@@ -27,7 +27,7 @@ class Broadcast(NamedTuple):
     ROWS: Any  # full along the queries, or one row for all
     COLS: Any
     TMA: Any
-    LIES: Any = "padded"  # in a packed batch: or "packed", along its axis, or "pairs", a matrix a sequence
+    LAYOUT: Any = "padded"  # in a packed batch: or "packed", along its axis, or "pairs", a matrix a sequence
     FLAT: Any = False  # neighbours in a row are neighbours in a warp, see `flat_place`
 
 
@@ -90,8 +90,8 @@ class ProblemSizes(NamedTuple):
     pairs: int | None = None  # of a ragged bias, those of all matrices
 
 
-def broadcast(x: TensorSpec, group: BroadcastGroup, tma: bool, lies: str = "padded") -> Broadcast:
-    return Broadcast(x.batch > 1, group.heads, x.rows > 1, x.cols > 1, tma, lies)
+def broadcast(x: TensorSpec, group: BroadcastGroup, tma: bool, layout: str = "padded") -> Broadcast:
+    return Broadcast(x.batch > 1, group.heads, x.rows > 1, x.cols > 1, tma, layout)
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
@@ -245,11 +245,11 @@ def operand_place(x, how, start, b, h, sizes):
     mb, mh = matrix_of(how, b, h)
     place = x.pointer + tl.cast(mb, tl.int64) * x.stride0 + tl.cast(mh, tl.int64) * x.stride1
     stride2, stride3 = x.stride2, x.stride3
-    if how.LIES == "pairs":
+    if how.LAYOUT == "pairs":
         place, stride2, stride3 = place + start.pair, sizes.keys, 1
-    elif how.LIES == "packed" and how.ROWS:
+    elif how.LAYOUT == "packed" and how.ROWS:
         place += tl.cast(start.query, tl.int64) * stride2
-    elif how.LIES == "packed":
+    elif how.LAYOUT == "packed":
         place += tl.cast(start.key, tl.int64) * stride3
     return place, stride2, stride3
 

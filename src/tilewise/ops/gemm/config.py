@@ -97,7 +97,7 @@ def c_first(product: Product, alpha: float, beta: float) -> bool:
     return abs(beta) <= abs(alpha) or (product.c_dtype == torch.float16 and abs(beta) <= 2.0**100 * abs(alpha))
 
 
-def lies(strides: tuple[int, int], sizes: tuple[int, int]) -> str | None:
+def contiguous_axis(strides: tuple[int, int], sizes: tuple[int, int]) -> str | None:
     """Return "rows" or "columns", whichever are contiguous, if TMA can read the 16-bit matrix, else None."""
     for name, order in (("rows", 1), ("columns", -1)):
         if fits_tma(sizes[::order], strides[::order], 2, aligned=True):
@@ -114,7 +114,7 @@ def declines_tma(product: Product) -> str | None:
         ("b", p.b_strides, (p.inner, p.cols), [axis.b for axis in p.batch], p.aligned[1]),
     ):
         batch = _stepped(p, along)
-        if lies(strides, sizes) is None or not fits_tma((*batch[0], 1), (*batch[1], 1), 2, aligned):
+        if contiguous_axis(strides, sizes) is None or not fits_tma((*batch[0], 1), (*batch[1], 1), 2, aligned):
             names.append(name)
     if p.c_strides is not None and p.c_dtype is not None and c_spread(p) == "matrix":
         batch = _stepped(p, [axis.c for axis in p.batch])

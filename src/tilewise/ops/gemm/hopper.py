@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tilewise.backends.gluon.tensors import DTYPES
 from tilewise.backends.launch.launcher import Launch, Strided, bound, constants
-from tilewise.ops.gemm.config import HopperConfig, c_first, c_spread, hopper_config, lies
+from tilewise.ops.gemm.config import HopperConfig, c_first, c_spread, contiguous_axis, hopper_config
 from tilewise.ops.gemm.hopper_kernel import HopperGemmConstants, HopperGemmSizes, TileSpread, matmul_kernel
 from tilewise.ops.gemm.problem import Product
 
@@ -30,8 +30,8 @@ def prepare(
     p, k = product, config or hopper_config(product)
     spread_of_c, first = c_spread(p), c_first(p, alpha, beta)
     one, two = p.batch
-    a_by_rows = lies(p.a_strides, (p.rows, p.inner)) == "rows"
-    b_by_rows = lies(p.b_strides, (p.inner, p.cols)) == "rows"
+    a_by_rows = contiguous_axis(p.a_strides, (p.rows, p.inner)) == "rows"
+    b_by_rows = contiguous_axis(p.b_strides, (p.inner, p.cols)) == "rows"
     layout_of_c: Any = Strided(None, one.c, two.c, *(p.c_strides or (0, 0)))
     if c is not None and p.c_strides is not None and spread_of_c == "matrix":
         layout_of_c = _descriptor(c, "c", p, (p.rows, p.cols), (k.rows, k.block_n), p.c_strides)

@@ -142,13 +142,13 @@ class HopperForward:
             num_warps=4,
             **most_registers(config.programs, config.warpgroups + 1),
         )
-        self.repair, self.looks = None, (1, 0, 1)
+        self.nan_fixup, self.looks = None, (1, 0, 1)
         if c.HIDES.value:
-            r = _repair(problem, config)
+            r = _nan_fixup(problem, config)
             self.looks = r.BLOCK_M.value, sizes.heads * sizes.batch, r.SCAN.value
             tile_list = (POINTER,) if packed else ()
             pairs = strided(mask) if inputs.tiles is None else tile_layout()
-            self.repair = Launch(
+            self.nan_fixup = Launch(
                 packed_nan_fixup_kernel if packed else nan_fixup_kernel,
                 min(_looks(sizes.queries, *self.looks), programs),
                 (
@@ -169,7 +169,7 @@ class HopperForward:
         self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
         self.has_more = bias is not None or sink is not None
         self.made: dict[tuple, Any] = {}
-        self.bases = _bases(self.main, self.repair, bias is not None, sink is not None)
+        self.bases = _bases(self.main, self.nan_fixup, bias is not None, sink is not None)
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Resized | None:
         """Return this forward for other lengths; None if these need other compile-time constants."""
@@ -247,9 +247,9 @@ class HopperForward:
                 if self.reach is not None:
                     tile_list = self.reach(q, k, v, added)
             self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, o_low, lse, tile_count_semaphore)
-            if self.repair is not None:
+            if self.nan_fixup is not None:
                 listed = () if self.packed is None else (tile_list,)
-                self.repair(q, k, v, bias, *flat, sink, seed, *listed, o, o_low, lse)
+                self.nan_fixup(q, k, v, bias, *flat, sink, seed, *listed, o, o_low, lse)
         return Outputs(o, lse, o_low)
 
 
@@ -307,19 +307,19 @@ def _tiled(
 
 # Positions in the values of `HopperForward.resized`: programs of both launches, window limits, sizes; then layouts of
 # tensors.
-_MAIN, _REPAIR, _LO, _HI, _SIZES, _FIRST = range(6)
+_MAIN, _NAN_FIXUP, _LO, _HI, _SIZES, _FIRST = range(6)
 
 
-def _bases(main: Launch, repair: Launch | None, has_bias: bool, has_sink: bool) -> list[tuple[Launch, Varied]]:
+def _bases(main: Launch, nan_fixup: Launch | None, has_bias: bool, has_sink: bool) -> list[tuple[Launch, Varied]]:
     """Return the launches with the arguments that differ with lengths; see `resized_launches`."""
     o, q, k, v, end = range(_FIRST, _FIRST + 10, 2)
     bias = end if has_bias else None
     sink = end + 2 * has_bias if has_sink else None
     numbers: tuple[Members, ...] = varied_limits(main.numbers[0], _LO, _HI), _SIZES, None
     found = [(main, Varied((q, k, v, bias, sink, None, None, None, o, None, None, None), _MAIN, numbers))]
-    if repair is not None:
-        numbers = None, None, varied_limits(repair.numbers[2], _LO, _HI), _SIZES, None
-        found.append((repair, Varied((q, k, v, bias, None, sink, None, o, None, None), _REPAIR, numbers)))
+    if nan_fixup is not None:
+        numbers = None, None, varied_limits(nan_fixup.numbers[2], _LO, _HI), _SIZES, None
+        found.append((nan_fixup, Varied((q, k, v, bias, None, sink, None, o, None, None), _NAN_FIXUP, numbers)))
     return found
 
 
@@ -407,7 +407,7 @@ def raster(problem: Problem) -> Raster:
     return Raster(order, p.batch * key_bytes, bias.batch * bias.heads * bias.dtype.itemsize)
 
 
-def _repair(problem: Problem, config: ForwardConfig) -> NanFixupConstants:
+def _nan_fixup(problem: Problem, config: ForwardConfig) -> NanFixupConstants:
     toeplitz = None if problem.parts is None else problem.parts.toeplitz
     bias, mask = toeplitz or problem.bias, problem.mask
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)

@@ -96,7 +96,7 @@ def _matrix(b, h, sizes, r):
 
 
 @triton.jit
-def _repair(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
+def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
             m0):  # fmt: skip
     """Recompute the rows of one tile whose LSE is NaN.
 
@@ -225,8 +225,10 @@ def packed_nan_fixup_kernel(
                         mine = m0 + tl.arange(0, r.BLOCK_M)
                         again = tl.load(row + seq.first_query + mine, mask=mine < seq.queries, other=0.0)
                         if tl.max((again != again).to(tl.int32), 0) != 0:
-                            _repair(q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms, seq,
-                                    own, sizes.queries, r, 0, h, m0)  # fmt: skip
+                            _nan_fixup(
+                                q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms, seq,
+                                own, sizes.queries, r, 0, h, m0,
+                            )  # fmt: skip
 
 
 @triton.jit
@@ -248,6 +250,6 @@ def nan_fixup_kernel(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, v
                     lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
                 )
                 if tl.max((again != again).to(tl.int32)) != 0:
-                    _repair(q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms,
+                    _nan_fixup(q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms,
                             SeqInfo(0, 0, 0, 0, 0), sizes, sizes.queries, r, bh // sizes.heads, bh % sizes.heads,
                             m0)  # fmt: skip
