@@ -257,7 +257,7 @@ FAULTS = [
         "test_triton_interpreter.py::test_what_has_an_order_has_no_atomics",
     ),
     Fault(
-        "tilewise/backends/triton/config.py", "(room - block_m * d * size - 4096)", "(room - 4096)",
+        "tilewise/backends/triton/config.py", "(capacity - block_m * d * size - 4096)", "(capacity - 4096)",
         "a program of few queries takes more shared memory than there is",
         "test_triton_room.py::test_few_wide_queries",
     ),
