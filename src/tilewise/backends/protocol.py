@@ -1,4 +1,4 @@
-"""What a backend is: a module with the members of `Backend`. And what goes in and comes out of one."""
+"""Interface of a backend, a module with the members of `Backend`, and the records of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,42 +18,40 @@ Pass = Literal["forward", "backward"]
 
 
 class Inputs(NamedTuple):
-    """q (B, H, M, D), k (B, Hkv, N, D), v (B, Hkv, N, Dv); bias and mask (B|1, H|Hkv|1, M|1, N|1) or None; sink
-    (B|1, H|1, M|1) or None; parts, of bias terms, or None; seed, of dropout, int64 (2,) or None; lengths, of a packed
-    batch, or None; tiles, of a mask by tiles, in the place of the mask, or None.
+    """Inputs of a call. An optional input is None where the call has none.
 
-    Parts, lengths and tiles are records of their own because a call of 10 µs hardly ever has them: seventeen more
-    fields would be looked at in each loop over its inputs.
+    Bias components, lengths and tiles are nested records: their seventeen tensors, which few calls have, would
+    lengthen each loop over the inputs of a call that takes 10 µs.
 
-    Of a packed batch q is (1, H, queries of all sequences, D), and k, v, o and the LSE alike; `Packed.forms` says what
-    else has an axis of all queries or keys. Values per query and per key always have.
+    In a packed batch q is (1, H, queries of all sequences, D), and likewise k, v, o and the LSE. `Packed.forms` names
+    the other operands with an axis of all queries or keys. Values per query and per key always have one.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    mask: Tensor | None
-    sink: Tensor | None = None
-    parts: Parts | None = None
-    seed: Tensor | None = None
-    lengths: Lengths | None = None
-    tiles: TileTensors | None = None
+    q: Tensor  # (B, H, M, D)
+    k: Tensor  # (B, Hkv, N, D)
+    v: Tensor  # (B, Hkv, N, Dv)
+    bias: Tensor | None  # (B|1, H|Hkv|1, M|1, N|1)
+    mask: Tensor | None  # like bias, bool
+    sink: Tensor | None = None  # (B|1, H|1, M|1)
+    parts: Parts | None = None  # bias components
+    seed: Tensor | None = None  # of dropout, int64 (2,)
+    lengths: Lengths | None = None  # of a packed batch
+    tiles: TileTensors | None = None  # a tile mask, in place of the mask
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Without a record in them."""
+        """Return the tensors without nested records: the first six if there are no others, else `flat`."""
         one = self.parts is self.seed is self.lengths is self.tiles  # one object: None
         return self[:6] if one else self.flat()
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """`INPUT_NAMES`: what an operator of PyTorch's dispatcher takes."""
+        """Return all tensors in the order of `INPUT_NAMES`, as PyTorch's dispatcher takes them."""
         parts = NO_PARTS if self.parts is None else self.parts
         lengths = NO_LENGTHS if self.lengths is None else self.lengths
         return *self[:6], *parts, self.seed, *lengths, *(NO_TILES if self.tiles is None else self.tiles)
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Inputs:
-        """From `tensors` or `flat`."""
+        """Rebuild the record from the result of `tensors` or `flat`."""
         q, k, v, bias, mask, sink, *more = tensors
         parts, rest = more[: len(NO_PARTS)], more[len(NO_PARTS) + 1 :]
         lengths, tiles = rest[: len(NO_LENGTHS)], rest[len(NO_LENGTHS) :]
@@ -66,24 +64,21 @@ class Inputs(NamedTuple):
         )  # fmt: skip
 
 
-# Of the tensors of `Inputs`, one after the other.
+# Names of the tensors in `Inputs.flat`.
 INPUT_NAMES = (*Inputs._fields[:6], *Parts._fields, "seed", *Lengths._fields, *TileTensors._fields)
 
 
 class Outputs(NamedTuple):
-    """o (B, H, M, Dv) in q's dtype and the natural-log LSE (B, H, M) in `lse_dtype`; or their cotangents.
+    """Outputs of a call, or their cotangents."""
 
-    o_low: with dropout, beside an o of 16 bits, the bits that rounding took of it, int16, laid out as o: see
-    `tilewise.spec.rounding`. None elsewhere, and among cotangents.
-    """
-
-    o: Tensor
-    lse: Tensor | None
+    o: Tensor  # (B, H, M, Dv), q's dtype
+    lse: Tensor | None  # natural log, (B, H, M), `lse_dtype`
+    # Rounding error of a 16-bit o under dropout, int16 in o's layout (`tilewise.spec.rounding`); None otherwise.
     o_low: Tensor | None = None
 
 
 class Needs(NamedTuple):
-    """Which inputs want a gradient, by their names."""
+    """Flags of the inputs that need a gradient."""
 
     q: bool
     k: bool
@@ -98,12 +93,12 @@ class Needs(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Of `Parts`, those that want one."""
+        """Names of the fields of `Parts` that need a gradient."""
         return tuple(name for name in DIFFERENTIABLE if getattr(self, name))
 
 
 class Gradients(NamedTuple):
-    """Gradients in the shape and dtype of their inputs; None where `Needs` is False."""
+    """Gradients in the shape and dtype of the inputs; None where `Needs` is False."""
 
     q: Tensor | None
     k: Tensor | None
@@ -118,20 +113,17 @@ class Gradients(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """A call apart from its lengths, see `tilewise.operator.structure`, and what those decide.
+    """A call apart from its lengths (see `tilewise.operator.structure`), together with these lengths."""
 
-    key: equal for all calls of a structure. layouts: shape and strides of q, k and v, which have been read for the key;
-    then those of a backward's o, LSE, and their cotangents, of which that of the LSE may be missing.
-    """
-
-    key: tuple
+    key: tuple  # equal for all calls of one structure
     queries: int
     keys: int
+    # Shape, then strides, of q, k and v; in a backward also of o, the LSE and their cotangents (dLSE may be missing).
     layouts: tuple[tuple[int, ...], ...]
 
 
 def resized_problem(problem: Problem, structure: Structure, lo: int | None, hi: int | None) -> Problem:
-    """Of another call of the same structure, without the checks that it passes as that one did. lo, hi: its band."""
+    """Return the problem of another call of the same structure, with window limits lo, hi; skip the checks."""
     M, N = structure.queries, structure.keys
     score = problem.score
     if (score.band.lo, score.band.hi) != (lo, hi):
@@ -151,44 +143,48 @@ def resized_problem(problem: Problem, structure: Structure, lo: int | None, hi: 
 
 
 Forward = Callable[[Inputs], Outputs]
-Backward = Callable[[Inputs, Outputs, Outputs], Gradients]  # of inputs, outputs and their cotangents
+Backward = Callable[[Inputs, Outputs, Outputs], Gradients]  # inputs, outputs, cotangents of the outputs
 
 
 class Backend(Protocol):
-    """What the plan asks of a backend, and how it is run. It gets validated problems that are not empty.
+    """Interface of a backend. It is given validated problems that are not empty.
 
-    prepare: for each pass that the backend has, a function that does once for many calls what does not depend on the
-    numbers in tensors, and returns what computes the pass,
+    prepare: for each pass a function that does all work that does not depend on the tensors' values, and returns a
+    function that computes the pass:
 
         "forward":   (problem, inputs) -> `Forward`
         "backward":  (problem, inputs, outputs, cotangents, needs) -> `Backward`
 
-    What it returns serves all tensors of the same layout, and its caller keeps it by that: shape, dtype, strides,
-    device, and address modulo 16. Gradients that nobody needs are None. It may be ``resizable``: then its
-    ``resized(structure, lo, hi, ...)``, with the tensors as prepare takes them, serves another call of the same
-    `Structure`, whose band has these limits, or is None where that one must be prepared.
+    The returned function serves all tensors of equal shape, dtype, strides, device and address modulo 16; its caller
+    caches it by these. Gradients that are not required are None. If the function has a true ``resizable``, its
+    ``resized(structure, lo, hi, ...)``, called with the tensors that prepare takes, returns a function for another
+    call of the same `Structure` with window limits lo, hi, or None if that call must be prepared.
     """
 
     prepare: Mapping[Pass, Callable[..., Callable[..., Any]]]
 
     def declines(self, problem: Problem, work: Pass = "forward") -> str | None:
-        """Why it cannot run the pass; None if it can. Where a backward alone is declined, the gradients come from the
-        backend that `tilewise.planner.GRADIENTS` names."""
+        """Return why the backend does not support the pass; None if it does.
+
+        If it supports the forward but not the backward, `tilewise.planner.GRADIENTS` names the backend of the latter.
+        """
 
     def prefers(self, problem: Problem) -> str | None:
-        """Why it prefers to leave the problem to another, which would be faster; None if it does not. Asked for by name
-        it runs all the same."""
+        """Return why another backend would be faster, None if none would. ``backend=`` overrides this preference."""
 
     def tiles(self, problem: Problem) -> str:
-        """Its tiles in words, for explain()."""
+        """Describe the tiles in words, for explain()."""
 
 
 def at_once(compute: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-    """A member of `Backend.prepare` that prepares nothing: ``compute`` takes the problem, the tensors and, last, what
-    else there is. What it returns is kept for other calls, and so holds no tensor of this one."""
+    """Wrap ``compute`` as a member of `Backend.prepare` that prepares nothing.
+
+    ``compute`` takes the problem, the tensors and, in a backward, `Needs`. The prepared function is cached for other
+    calls, so it holds no tensor of this call.
+    """
 
     def prepare(problem: Problem, *call: Any) -> Callable[..., Any]:
-        needs = call[3:]  # of a backward: what comes after its inputs, outputs and cotangents
+        needs = call[3:]  # a backward's argument after inputs, outputs and cotangents
         return lambda *tensors: compute(problem, *tensors, *needs)
 
     return prepare

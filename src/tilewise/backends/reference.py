@@ -1,4 +1,4 @@
-"""Quadratic attention in float64, one formula a line: what every other backend is measured against in the tests."""
+"""Quadratic attention in float64, one formula per line: the tests' reference for every other backend."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
-    """Recomputes O and LSE in float64, so that its gradients owe nothing to the rounding of the forward it is given."""
+    """Return the gradients; recompute O and LSE in float64, so that rounding in ``outputs`` has no influence."""
     q, k, v, bias, _, sink, parts, *_ = inputs
     s, visible, transformed = _scores(problem, inputs)
     p, p_sink, _ = _softmax(s, sink)
-    # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
+    # 0 · NaN = NaN: exclude a fully masked query's values and the gradient of its output.
     fully_masked = ~visible.any(-1, keepdim=True)
     seeing_q, do = (x.double().masked_fill(fully_masked, 0.0) for x in (q, cotangents.o))
     kh, vh = _per_head(problem, k), _per_head(problem, v)
@@ -58,7 +58,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     if needs.bias and bias is not None:
         dbias = torch.empty_like(bias).copy_(_sum_to(db, problem, bias.shape))
     dsink = None
-    if needs.sink and sink is not None:  # its dP is 0, for no value goes with it
+    if needs.sink and sink is not None:  # a sink has no value: its dP is 0
         dsink = torch.empty_like(sink).copy_(-(p_sink * delta).squeeze(-1).sum_to_size(sink.shape))
     dq = problem.score.scale * reference.visible_product(ds, visible, kh)
     dk = problem.score.scale * (ds.mT @ seeing_q)
@@ -73,7 +73,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     )
 
 
-# What the plan runs: a packed batch goes through these one sequence at a time.
+# A packed batch is computed one run of equal-length sequences at a time.
 prepare = {
     "forward": at_once(partial(sequences.forward, forward)),
     "backward": at_once(partial(sequences.backward, backward)),
@@ -81,7 +81,7 @@ prepare = {
 
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores with -inf where hidden, which pairs are visible, and the scores before the bias, for their derivative."""
+    """Return the scores (-inf where hidden), the visible pairs (bool), and the scores before the bias is added."""
     q, k, _, bias, mask, _, parts, *_ = inputs
     score = problem.score
     s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
@@ -105,7 +105,7 @@ def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _part_gradients(problem: Problem, parts: Parts, db: Tensor, needs: Needs) -> dict[str, Tensor]:
-    """From the gradient of the biased scores those of the parts that need one, by their names."""
+    """Return the gradients of the bias components that need one, by name, from that of the biased scores."""
     found = {name: _sum_to(db, problem, x.shape) for name, x in parts.vectors()}
     found |= {name: scatter(x, db) for name, x in parts.relatives(problem.score, problem.queries)}
     return {name: torch.empty_like(getattr(parts, name)).copy_(found[name]) for name in needs.parts}
@@ -114,9 +114,9 @@ def _part_gradients(problem: Problem, parts: Parts, db: Tensor, needs: Needs) ->
 def _score_gradients(
     problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, visible: Tensor, transformed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`_scores` backwards, the softmax first: dS with respect to scale · q·k, and to the biased score.
+    """Return the gradients with respect to scale · q·k and to the biased score: backward of softmax and `_scores`.
 
-    Pairs that are not visible carry no gradient, whatever NaN stands in their key or value.
+    Hidden pairs have no gradient, even if their key or value is NaN.
     """
     db = torch.where(visible, reference.softmax_derivative(p, dp, delta), 0.0)
     slope = reference.transform_derivative(transformed, problem.score)
@@ -124,10 +124,10 @@ def _score_gradients(
 
 
 def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities of the keys and, (B, H, M, 1), of the sink if there is one, a key without a value; the LSE.
+    """Return the probabilities of the keys (B, H, M, N), of the sink (B, H, M, 1 or 0), and the LSE (B, H, M).
 
-    exp(s - lse), but from the scores alone: a row at -1e30 has an LSE without the logarithm of its keys' number. A row
-    that sees nothing, not even a sink, has lse = -inf and probabilities 0.
+    Not exp(s - lse): if all scores are near -1e30, rounding removes the logarithm of the number of keys from the LSE.
+    A row without visible key and sink has lse = -inf and probabilities 0.
     """
     keys = s.shape[-1]
     if sink is not None:
@@ -138,7 +138,7 @@ def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dropout(problem: Problem, inputs: Inputs) -> Tensor | float:
-    """What dropout multiplies each probability by, (B, H, M, N): 0 or 1 / (the share that is kept)."""
+    """Return dropout's factor of each probability, (B, H, M, N): 0 or 1 / (share of kept probabilities)."""
     threshold, seed = problem.score.dropout, inputs.seed
     if seed is None:
         return 1.0
@@ -151,7 +151,7 @@ def _dropout(problem: Problem, inputs: Inputs) -> Tensor | float:
 
 
 def _per_head(problem: Problem, x: Tensor) -> Tensor:
-    """Repeat (B, Hkv, ...) for the query heads of each group; tensors of H heads or one head stay."""
+    """Repeat (B, Hkv, ...) for the query heads of each group; return tensors of H heads or one head unchanged."""
     if x.dtype != torch.bool:
         x = x.double()
     if x.shape[1] in (1, problem.heads):

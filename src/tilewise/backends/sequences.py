@@ -1,9 +1,8 @@
-"""A packed batch one sequence after the other, by a backend that computes dense calls: views, and no copies.
+"""Packed batches for backends that compute dense calls, one sequence after the other, on views without copies.
 
-Sequences of equal lengths that follow each other are one dense batch: of short ones a call for each would cost more
-than what it computes.
+Consecutive sequences of equal lengths are one dense batch, because a call per short sequence would be mostly overhead.
 
-The host reads where sequences begin. That costs nothing on the CPU; on a GPU it would wait, and the reference does.
+The host reads the sequence offsets. This is free on the CPU; on a GPU (reference only) the host synchronizes.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Distances, Score
 from tilewise.spec.seqlens import SequencePlace, places
 
-PAIRS = 2**20  # of a query head, at which a run of sequences ends: more in one call saves nothing
+PAIRS = 2**20  # query-key pairs per head in a run of sequences at most: a larger call saves nothing
 
 Forward = Callable[[Problem, Inputs], Outputs]
 Backward = Callable[[Problem, Inputs, Outputs, Outputs, Needs], Gradients]
 
 
 def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
-    """By ``run``, which computes dense problems. Rows that belong to no sequence get o = 0 and lse = -inf."""
+    """Compute a forward with ``run``, which takes dense problems. Rows of no sequence get o = 0, lse = -inf."""
     if problem.totals is None:
         return run(problem, inputs)
     o = empty_output(inputs.q, problem.value_dim).zero_()
@@ -52,7 +51,7 @@ def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
 def backward(
     run: Backward, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
 ) -> Gradients:
-    """The same backwards. What sequences share gets a sum in the dtype of the LSE."""
+    """Compute a backward with ``run``; gradients that sequences share are summed in the LSE's dtype."""
     if problem.totals is None:
         return run(problem, inputs, outputs, cotangents, needs)
     named, shared = _named(inputs), _shared(problem, inputs)
@@ -80,18 +79,18 @@ def backward(
 
 
 def _sink_alone(x: _Sequence, cotangents: Outputs, sums: dict[str, Tensor]) -> None:
-    """Of queries without a key: lse = sink, so that dsink = dlse."""
+    """Add the sink gradient of queries without a key: lse = sink, so dsink = dlse."""
     if "sink" in sums and cotangents.lse is not None and x.inputs.sink is not None:
         total = x.part("sink", sums["sink"])
         total.add_(x.part("q", cotangents.lse).sum_to_size(total.shape))
 
 
 class _SequenceRun(NamedTuple):
-    """Sequences of equal lengths, from the first on; their keys begin ``step`` rows after each other's."""
+    """Consecutive sequences of equal lengths."""
 
     first: SequencePlace
-    batch: int  # how many
-    step: int
+    batch: int  # number of sequences
+    step: int  # rows between the first keys of two neighbours
 
     @property
     def queries(self) -> int:
@@ -102,15 +101,15 @@ class _SequenceRun(NamedTuple):
         return self.first.keys
 
     def rows(self, x: Tensor) -> Tensor:
-        """The queries of an operand (1, H, total_q, ...), as (batch, H, queries, ...)."""
+        """View the queries of an operand (1, H, total_q, ...) as (batch, H, queries, ...)."""
         return self._windows(x, 2, self.first.first_query, self.queries, self.queries)
 
     def cols(self, x: Tensor, dim: int) -> Tensor:
-        """The keys alike, which lie along ``dim``."""
+        """View the keys, axis ``dim`` of an operand with leading axes (1, H), with a leading batch axis."""
         return self._windows(x, dim, self.first.first_key, self.keys, self.step)
 
     def pairs(self, x: Tensor) -> Tensor:
-        """The matrices of a ragged bias (1, H|1, 1, pairs), as (batch, H|1, queries, keys)."""
+        """View the matrices of a ragged bias (1, H|1, 1, pairs) as (batch, H|1, queries, keys)."""
         first, size = self.first.first_pair, self.queries * self.keys
         found = x[0, :, 0, first : first + self.batch * size]
         return found.unflatten(1, (self.batch, self.queries, self.keys)).transpose(0, 1)
@@ -123,7 +122,7 @@ class _SequenceRun(NamedTuple):
 
 
 def _runs(found: list[SequencePlace], shifts: list[tuple[int, ...]], ragged: bool) -> Iterator[_SequenceRun]:
-    """Of those that have queries. ``shifts``: of each sequence, the starts of its distances."""
+    """Group the sequences that have queries into runs. ``shifts``: `_shifts` of each sequence."""
     run: _SequenceRun | None = None
     for x in found:
         if x.queries == 0:
@@ -137,7 +136,7 @@ def _runs(found: list[SequencePlace], shifts: list[tuple[int, ...]], ragged: boo
 
 
 def _extended(run: _SequenceRun, x: SequencePlace, shifts: list[tuple[int, ...]], ragged: bool) -> _SequenceRun | None:
-    """The run with the sequence ``x`` after its last; None if it is none of them."""
+    """Return the run extended by the sequence ``x``; None if ``x`` does not fit."""
     first, n = run.first, run.batch
     step = run.step or x.first_key - first.first_key
     pairs = x.queries * x.keys
@@ -153,7 +152,7 @@ def _extended(run: _SequenceRun, x: SequencePlace, shifts: list[tuple[int, ...]]
 
 
 class _Sequence(NamedTuple):
-    """A run of sequences as a dense call."""
+    """Dense call of a run of sequences."""
 
     packed: Problem
     run: _SequenceRun
@@ -165,14 +164,14 @@ class _Sequence(NamedTuple):
 
 
 def _named(inputs: Inputs) -> dict[str, Tensor]:
-    """The tensors that may have a gradient, by the names of `Needs`."""
+    """Return the tensors that may have a gradient, by the names of `Needs`."""
     parts = {} if inputs.parts is None else inputs.parts._asdict()
     every = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "bias": inputs.bias, "sink": inputs.sink, **parts}
     return {name: x for name, x in every.items() if x is not None and name in Needs._fields}
 
 
 def _shared(problem: Problem, inputs: Inputs) -> set[str]:
-    """Which of `_named` have elements that several sequences read."""
+    """Return the names of the tensors in `_named` with elements that several sequences read."""
     forms = () if problem.score.packed is None else problem.score.packed.forms
     named = _named(inputs)
     packed = {"q", "k", "v", "query", "key", *forms} | ({"bias"} if "ragged" in forms else set())
@@ -180,7 +179,7 @@ def _shared(problem: Problem, inputs: Inputs) -> set[str]:
 
 
 def _part(problem: Problem, run: _SequenceRun, name: str, x: Tensor) -> Tensor:
-    """Of an operand of the packed batch, or of what is laid out like it, the view that belongs to a run."""
+    """View the elements of a run in an operand of the packed batch, or in a tensor of that layout."""
     packed = problem.score.packed
     assert packed is not None
     assert problem.totals is not None
@@ -206,8 +205,10 @@ def _part(problem: Problem, run: _SequenceRun, name: str, x: Tensor) -> Tensor:
 
 
 def _sequences(problem: Problem, inputs: Inputs, wide: Collection[str] = ()) -> Iterator[_Sequence]:
-    """Those that have queries, in runs. ``wide``: what goes in in the LSE's dtype, for a gradient that is not rounded
-    yet."""
+    """Yield a dense call for each run of sequences.
+
+    ``wide``: operands to convert to the LSE's dtype, so that their gradients are not rounded before they are summed.
+    """
     packed = problem.score.packed
     assert inputs.lengths is not None
     assert packed is not None
@@ -234,7 +235,7 @@ def _sequences(problem: Problem, inputs: Inputs, wide: Collection[str] = ()) -> 
 
 
 def _shifts(inputs: Inputs, count: int) -> list[tuple[int, ...]]:
-    """Of each sequence where the distances of its values begin, as far as tensors say it."""
+    """Return the query and key shifts of each sequence's relative positions, as far as tensors hold them."""
     parts = inputs.parts
     tensors = [] if parts is None else [x for x in (parts.query_shift, parts.key_shift) if x is not None]
     columns = [x.tolist() if x.shape[0] > 1 else x.tolist() * count for x in tensors]
@@ -265,7 +266,7 @@ def _dense_inputs(problem: Problem, inputs: Inputs, run: _SequenceRun, wide: Col
 
 
 def _dense_score(problem: Problem, inputs: Inputs, run: _SequenceRun) -> Score:
-    """With the band, and with distances, counted from each sequence's first query and key."""
+    """Return the score of a run, with window and distances counted from each sequence's first query and key."""
     score, parts = problem.score, inputs.parts
     band = score.band.shifted(run.keys - run.queries)
     found: dict[str, Distances | None] = {"query": score.query, "key": score.key}
@@ -276,6 +277,6 @@ def _dense_score(problem: Problem, inputs: Inputs, run: _SequenceRun) -> Score:
         if shift is not None:
             known = int(shift[run.first.number if shift.shape[0] > 1 else 0])
             found[name] = distances = replace(distances, lo=distances.lo - known)
-        if distances.outside == "hidden":  # tiles beyond it are not even visited
+        if distances.outside == "hidden":  # do not visit tiles beyond the window of these distances
             band = band.both(Band(distances.lo, distances.hi))
     return replace(score, band=band, packed=None, query=found["query"], key=found["key"])

@@ -1,1 +1,1 @@
-"""Triton functions that Triton and Gluon kernels share, and small kernels that every GPU backend calls."""
+"""Triton functions shared by Triton and Gluon kernels, and small kernels that every GPU backend calls."""

@@ -1,7 +1,7 @@
-"""A mask by tiles in kernels: how it reaches them, and which pairs of a tile of theirs it shows.
+"""Tile masks in kernels: their arguments, and the visible pairs of a kernel's tile.
 
-Its tiles are of another size than those of a kernel. Before a forward or a backward another kernel says of each tile of
-these what is left of it, exactly, so that the lists of tiles are those of the bool mask that it stands for.
+The tiles of the mask differ in size from those of the kernel. Before a forward or backward another kernel computes the
+exact state of each kernel tile (`tile_summary_kernel`), so the tile lists equal those of the equivalent bool mask.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ FULL_TILE, PARTIAL_TILE = tl.constexpr(FULL), tl.constexpr(PARTIAL)
 
 
 class TileHow(NamedTuple):
-    """How a mask by tiles is read, in the place of a `Broadcast`; every field is a tl.constexpr."""
+    """Access to a tile mask, in place of a `Broadcast`; every field is a tl.constexpr."""
 
     BATCH: Any  # as in `Broadcast`
     GROUP: Any
     ROWS: Any
     COLS: Any
     LAYOUT: Any  # "bits" or "intervals"
-    TILE_M: Any  # queries and keys of a tile of the mask
-    TILE_N: Any
-    MET_M: Any  # so many of these a tile of the kernel meets at most
-    MET_N: Any
-    SPAN_M: Any  # the same, the next power of two
+    TILE_M: Any  # queries of a mask tile
+    TILE_N: Any  # keys of a mask tile
+    MET_M: Any  # mask tiles that one kernel tile overlaps along the queries, at most
+    MET_N: Any  # and along the keys
+    SPAN_M: Any  # MET_M rounded up to a power of two
     SPAN_N: Any
 
 
 def tile_how(problem: Problem, block_m: int, block_n: int, one_row: bool = False) -> TileHow | None:
-    """How kernels with tiles of this size read it; None of a bool mask, and without one. one_row: a tile of a kernel
-    lies within one row of tiles of the mask, whatever its size."""
+    """Return how kernels with this tile size read a tile mask; None for a bool mask or no mask.
+
+    one_row: a kernel tile overlaps one row of mask tiles only, whatever its size.
+    """
     mask, of = problem.mask, problem.tile_mask
     if mask is None or of is None:
         return None
@@ -49,20 +51,23 @@ def tile_how(problem: Problem, block_m: int, block_n: int, one_row: bool = False
 
 
 def _met(block: int, tile: int) -> int:
-    """Tiles of the mask that a tile of the kernel meets at most; it begins at a multiple of its own size."""
+    """Return the most mask tiles that a kernel tile overlaps along one axis; it starts at a multiple of its size."""
     if tile % block == 0:
         return 1
     return block // tile if block % tile == 0 else block // tile + 2
 
 
 def tile_layout() -> Record:
-    """The layout of `flat_mask` of a mask by tiles."""
+    """Return the layout of `flat_mask` for a tile mask."""
     return Record(TileTensors, (POINTER,) * len(TileTensors._fields))
 
 
 def flat_mask(mask: Tensor | None, tiles: TileTensors | None) -> tuple[Tensor | None, ...]:
-    """A mask for a `Launch`. Of one by tiles no number leads past its bits, whatever it is; and these are bytes, for a
-    pipeline has a stage of shared memory for each."""
+    """Return the mask's tensors for a `Launch`.
+
+    The tile numbers of a tile mask are clamped, so that none indexes past the bits. The bits are viewed as bytes,
+    because a pipeline has a stage of shared memory for each load.
+    """
     if tiles is None:
         return (mask,)
     assert tiles.tiles is not None
@@ -73,14 +78,14 @@ def flat_mask(mask: Tensor | None, tiles: TileTensors | None) -> tuple[Tensor | 
 
 @triton.jit
 def pairs(x, how, matrix, m, n, m0, n0, queries, keys):
-    """Which of the pairs (m, n) are seen, all of them within the tensor and in the tile of a kernel at (m0, n0)."""
+    """Return which pairs (m, n) are visible. All are inside the tensor and in the kernel tile at (m0, n0)."""
     if how.LAYOUT == "intervals":
         place = matrix * keys + n
         visible = (m >= tl.load(x.begins + place)) & (m < tl.load(x.ends + place))
     else:
         m_tiles, n_tiles = tl.cdiv(queries, how.TILE_M), tl.cdiv(keys, how.TILE_N)
         first_m, first_n = m0 // how.TILE_M, n0 // how.TILE_N
-        # One number for each tile, and not one for each pair, which would fill the pipeline.
+        # One number per mask tile: one per pair would fill the pipeline.
         number = tl.load(x.tiles + (matrix * m_tiles + first_m) * n_tiles + first_n)
         for i in tl.static_range(how.MET_M):
             for j in tl.static_range(how.MET_N):

@@ -1,7 +1,6 @@
-"""Which probabilities dropout keeps, in Triton: jit twins, name by name, of `tilewise.spec.dropout`, which has the
-formula and its source.
+"""Philox dropout in Triton: jit twins, name by name, of `tilewise.spec.dropout`, which has the formula and source.
 
-Indices are arguments, as everywhere: [M, 1] and [1, N] of a tile of scores, [1, M] and [N, 1] of a transposed one.
+Indices are arguments: [M, 1] and [1, N] for a tile of scores, [1, M] and [N, 1] for a transposed one.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-_INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter knows no PTX
+_INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter does not run inline PTX
 
 
 class StreamArgs(NamedTuple):
-    """The words of a (sequence, query head), uint32; built inside a kernel."""
+    """Philox words of a (sequence, query head), uint32; built inside a kernel."""
 
     key: Any
     row: Any
@@ -25,7 +24,7 @@ class StreamArgs(NamedTuple):
 
 @triton.jit
 def mulhilo(a, b: tl.constexpr):
-    """The high and the low word of the product of two words: one instruction, where two products would be two."""
+    """Return the high and low word of a 32-bit product, with one 64-bit multiply instead of two instructions."""
     product = tl.mul(a.to(tl.uint64), tl.cast(b, tl.uint64), sanitize_overflow=False)
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
@@ -51,7 +50,7 @@ def philox2x32(c0, c1, key):
 
 @triton.jit
 def stream(seed, sequence, head, terms):
-    """seed: where the two numbers are."""
+    """Return the `StreamArgs` of a (sequence, head). seed: pointer to (seed, offset), int64."""
     if terms.origin is not None:
         head += terms.origin.head
     low, high = tl.load(seed), tl.load(seed + 1)
@@ -74,8 +73,10 @@ def four_of_columns(j):
 
 @triton.jit
 def number_of(word, j):
-    """The number of key j, in the upper half; one instruction, of which LLVM would make vectors of bswap, which it has
-    none for."""
+    """Return the random number of key j in the upper half of a word.
+
+    LLVM: the shifts become vectors of bswap, which it cannot lower; PTX's prmt is one instruction.
+    """
     if _INTERPRET:
         half = tl.where((j & 1) == 0, word << 16, word & 0xFFFF0000)
         return tl.where((j & 8) == 0, half, half << 8 | half >> 8 & 0x00FF0000)
@@ -86,11 +87,11 @@ def number_of(word, j):
 
 @triton.jit
 def kept(stream, m0, rows, n0, cols, terms):
-    """Of query m0 + rows and key n0 + cols. m0, n0: multiples of 16.
+    """Return whether dropout keeps the probability of query m0 + rows and key n0 + cols. m0, n0: multiples of 16.
 
-    Written for each score alone. Of the eight of a group the layout of an accumulator gives one thread all, or all of
-    a key and the one 8 further, and the compiler makes their words once, for it sees that they are the same: hence m0
-    and n0 apart, of which it may not know that they are multiples of 16.
+    The code is written per score. One Philox call serves a group of eight scores. An accumulator's layout gives one
+    thread the whole group, or its scores of keys j and j + 8, and the compiler computes their common words once. It may
+    not know that m0 and n0 are multiples of 16, so they are separate arguments.
     """
     if terms.origin is not None:
         m0 += terms.origin.query

@@ -1,4 +1,4 @@
-"""Kinds of mask tiles on a GPU, from the interval of queries that sees each key."""
+"""States of mask tiles (empty, partial, full), computed on a GPU from the interval of queries that sees each key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _tiles(device: torch.device, matrices: int, keys: int, queries: int, block: 
 
 
 def tiles_of_intervals(begins: Tensor, ends: Tensor, queries: int, block: tuple[int, int]) -> Tensor:
-    """`tilewise.spec.block_mask.tiles_of_intervals` of tensors on a GPU, int32 and contiguous."""
+    """Like `tilewise.spec.block_mask.tiles_of_intervals`, but for int32, contiguous tensors on a GPU."""
     b, h, _, keys = begins.shape
     with device_of(begins):
         tiles = begins.new_empty(b, h, triton.cdiv(queries, block[0]), triton.cdiv(keys, block[1]))
@@ -38,8 +38,10 @@ def tiles_of_intervals(begins: Tensor, ends: Tensor, queries: int, block: tuple[
 def interval_tiles_kernel(
     begins, ends, tiles, queries, keys, block_m, block_n, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """One program a tile of keys of one matrix, BLOCK_R tiles of queries at once: of each whether it is hidden, full,
-    or anything between. begins, ends: int32 (matrices, keys), within the queries."""
+    """Compute the states of one matrix's tiles for one tile of keys per program, BLOCK_R tiles of queries at a time.
+
+    begins, ends: int32 (matrices, keys), between 0 and ``queries``.
+    """
     rows, cols = tl.cdiv(queries, block_m), tl.cdiv(keys, block_n)
     pid = tl.program_id(0)
     col, matrix = pid % cols, tl.cast(pid // cols, tl.int64)
@@ -54,14 +56,14 @@ def interval_tiles_kernel(
 
 @triton.jit
 def _store_tiles(at, begin, end, inside, queries, rows, cols, block_m, BLOCK_R: tl.constexpr):
-    """What the intervals of a tile of keys leave of each tile of queries, one below the other from ``at`` on."""
+    """Store the state of each tile of queries for a tile of keys with these intervals, down a column from ``at``."""
     first = begin // block_m
     last = tl.where(end > begin, (end + block_m - 1) // block_m, first)
     whole_end = tl.where(inside & (end < queries), end // block_m, rows)
     full_from, full_to = tl.max((begin + block_m - 1) // block_m, 0), tl.min(whole_end, 0)
     i = tl.arange(0, BLOCK_R)
     for start in range(0, rows, BLOCK_R):
-        # A bit for each tile that a key's interval meets.
+        # Set a bit for each tile that a key's interval overlaps.
         met = _below(last - start, BLOCK_R) - _below(first - start, BLOCK_R)
         some = tl.where((tl.reduce(met, 0, _either) >> i) & 1 != 0, PARTIAL_TILE, EMPTY_TILE)
         m = start + i
@@ -71,7 +73,7 @@ def _store_tiles(at, begin, end, inside, queries, rows, cols, block_m, BLOCK_R: 
 
 @triton.jit
 def _below(n, BITS: tl.constexpr):
-    """The first ``n`` of so many bits, fewer than 64."""
+    """Return an int64 with its lowest ``n`` bits set, at most BITS < 64."""
     one = tl.full(n.shape, 1, tl.int64)
     return (one << tl.minimum(tl.maximum(n, 0), BITS).to(tl.int64)) - 1
 

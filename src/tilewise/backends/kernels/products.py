@@ -1,4 +1,4 @@
-"""The matrix product of tiles, as Triton kernels of attention and of `tilewise.matmul` call it."""
+"""Matrix product of tiles for the Triton kernels of attention and of `tilewise.matmul`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-_INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter knows no PTX
+_INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter does not run inline PTX
 
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr, KEEPS: tl.constexpr):
-    """acc + A B; ``acc`` may be None.
+    """Return acc + A B; ``acc`` may be None.
 
-    PRECISION of float32 tiles: "tf32", "tf32x3" or "ieee". KEEPS: what a tile was rounded to may be kept in registers
-    for later.
+    PRECISION: of float32 tiles, "tf32", "tf32x3" or "ieee". KEEPS: the compiler may keep a rounded tile in registers
+    and reuse it.
     """
     return tl.dot(_operand(a, PRECISION, KEEPS), _operand(b, PRECISION, KEEPS), acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _operand(tile, PRECISION: tl.constexpr, KEEPS: tl.constexpr):
-    """A tile as the tensor cores should read it: they cut float32 off after 10 bits of the mantissa, and numbers that
-    are all cut towards zero triple the error of a product. Rounded to the nearest first, as cuBLAS has them."""
+    """Round a float32 tile to the nearest TF32, as cuBLAS does.
+
+    Tensor cores truncate the mantissa to 10 bits; truncation towards zero triples the error of a product.
+    """
     if PRECISION == "tf32" and tile.dtype == tl.float32:
         if _INTERPRET:
             bits = tile.to(tl.int32, bitcast=True)

@@ -1,11 +1,12 @@
-"""The terms of the score in Triton, jit twins, name by name, of `tilewise.spec.reference` and `tilewise.spec.tiles`;
-and the order in which a tile takes them, `score_tile`, and back `score_tile_gradient`. Every kernel written in Triton
-calls these, those of the Hopper backend too.
+"""Score terms in Triton: jit twins, name by name, of `tilewise.spec.reference` and `tilewise.spec.tiles`.
 
-Indices are arguments of every helper, so that one helper serves [M, N] tiles (forward) and [N, M] tiles (backward).
-The scale costs no multiply of its own and rounds no operand: it rides on the fused multiply-add that adds the bias or,
-without a bias, on the one that the exponential needs anyway. (An accumulator that starts from the bias would cost the
-same number of instructions, but Triton pipelines no load that feeds an accumulator.)
+`score_tile` applies them in order, `score_tile_gradient` differentiates them. All Triton kernels, also those of the
+Hopper backend, call these. Indices are arguments, so that one helper serves [M, N] tiles (forward) and [N, M] tiles
+(backward).
+
+The scale needs no multiply of its own and rounds no operand: it is part of the fused multiply-add that adds the bias
+or, without a bias, of the one in the exponential. (Triton does not pipeline a load that feeds an accumulator, so the
+bias is added after the product.)
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ T = TypeVar("T", bound=tuple)
 LOG2E = 1.4426950408889634
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
 
-# The host's own functions, compiled; the interpreter runs them as they are.
+# Compiled host functions; the interpreter runs them directly.
 key_tiles = tiles.key_tiles if INTERPRET else triton.jit(tiles.key_tiles)
 query_tiles = tiles.query_tiles if INTERPRET else triton.jit(tiles.query_tiles)
 split_tiles = tiles.split_tiles if INTERPRET else triton.jit(tiles.split_tiles)
 
 
 class ScoreArgs(NamedTuple):
-    """What kernels in Triton are told of a score: numbers and switches; one that is off compiles its term away."""
+    """Kernel arguments of a score in Triton: numbers, and switches that compile a term away when off."""
 
-    exponent: float  # logits to base-2 exponents: log2(e), times the scale where neither bias nor softcap applies it
+    exponent: float  # from logits to base-2 exponents: log2(e), times the scale if neither bias nor softcap applies it
     scale: float
     cap: float
     lo: int
@@ -41,24 +42,23 @@ class ScoreArgs(NamedTuple):
     HAS_LO: Any
     HAS_HI: Any
     HAS_CAP: Any
-    threshold: float | None = None  # of dropout, see `tilewise.spec.dropout`; None compiles it away
-    weight: float | None = None
-    origin: OriginArgs | None = None  # of dropout's places; None where they are counted from 0
-    query: Any = None  # numbers of a bias by distance: how a backend has them is its own
+    threshold: float | None = None  # of dropout, see `tilewise.spec.dropout`; None compiles dropout away
+    weight: float | None = None  # of dropout: factor of a kept probability
+    origin: OriginArgs | None = None  # of dropout: offset of query, key and head indices; None is 0
+    query: Any = None  # numbers of a relative-position bias, in a form that the backend defines
     key: Any = None
     toeplitz: Any = None
 
 
 class OriginArgs(NamedTuple):
-    """Kernel arguments of `tilewise.spec.dropout.Origin`: of queries and keys the last multiple of 16 and the rest.
-    RESTS: True if a rest is not 0; without rests a kernel makes the words of a group once."""
+    """Kernel arguments of `tilewise.spec.dropout.Origin`."""
 
-    query: int
+    query: int  # rounded down to a multiple of 16
     query_rest: int
-    key: int
+    key: int  # rounded down to a multiple of 16
     key_rest: int
     head: int
-    RESTS: Any
+    RESTS: Any  # True if a rest is not 0; without rests a kernel computes the words of a group once
 
     @classmethod
     def of(cls, score: Score) -> OriginArgs | None:
@@ -70,24 +70,25 @@ class OriginArgs(NamedTuple):
 
 
 def score_terms(score: Score, *, scaled: bool) -> ScoreArgs:
-    """scaled: `score_tile` applies the scale, which otherwise waits for the exponent."""
+    """Return the kernel arguments of a score. scaled: `score_tile` applies the scale; else the exponent does."""
     exponent = LOG2E if scaled else score.scale * LOG2E
     return ScoreArgs(exponent=exponent, **score_numbers(score), **dropout_numbers(score))
 
 
 def dropout_numbers(score: Score) -> dict[str, Any]:
-    """What kernels are told of dropout: fields of their `ScoreArgs`; nothing where there is none."""
+    """Return the fields of `ScoreArgs` for dropout; none without dropout."""
     if not score.dropout:
         return {}
-    # All dropped, they are told by their weight, 0: a threshold of 32768 is more than 15 bits.
+    # A threshold of 32768 (all dropped) exceeds 15 bits; the weight is then 0.
     threshold = min(score.dropout, dropout.NUMBERS - 1)
     return {"threshold": float(threshold), "weight": dropout.weight(score.dropout), "origin": OriginArgs.of(score)}
 
 
 def score_numbers(score: Score) -> dict[str, Any]:
-    """What kernels are told of a score, in Triton and in Gluon: fields of their `ScoreArgs`, beside their exponents. A
-    switch that is off compiles its term away. By HAS_CAP kernels ask whether anything stands between the product and
-    the bias; `score_tile` knows what."""
+    """Return the fields of `ScoreArgs`, in Triton and Gluon, for scale, softcap and window.
+
+    HAS_CAP: True if any transform is applied between product and bias; `score_tile` knows which.
+    """
     lo, hi = tiles.limits(score.band)
     return {
         "scale": score.scale,
@@ -101,12 +102,12 @@ def score_numbers(score: Score) -> dict[str, Any]:
 
 
 def limited(terms: T, lo: int, hi: int) -> T:
-    """Return ``terms`` with other limits, from `tiles.clipped`, of a band that has the same ends."""
+    """Return ``terms`` with other window limits from `tiles.clipped`; the same sides must be limited as before."""
     return terms._replace(lo=lo, hi=hi)  # type: ignore[attr-defined]
 
 
 def varied_limits(terms: tuple, lo: int, hi: int) -> tuple[int | None, ...]:
-    """`launcher.Members` of the `ScoreArgs` of a backend whose limits stand at ``lo`` and ``hi``."""
+    """Return the `launcher.Members` of a backend's `ScoreArgs` whose limits are values number ``lo`` and ``hi``."""
     return tuple([{"lo": lo, "hi": hi}.get(name) for name in terms._fields])  # type: ignore[attr-defined]
 
 
@@ -144,11 +145,10 @@ def softmax_derivative(p, dp, delta):
 
 @triton.jit
 def score_tile(products, added, terms, BIAS: tl.constexpr):
-    """Scores of a tile of raw products: scale, softcap, bias. Also the softcap's derivative, of which only a backward
-    makes use; where there is no softcap something else, for Triton 3.6 returns no None.
+    """Return the scores of a tile of raw products (scale, softcap, bias) and the softcap's derivative.
 
-    added: the bias in float32, anything where there is none. Without bias and softcap the scale waits for the exponent.
-    What is hidden is hidden later.
+    Without a softcap the second result is meaningless (Triton 3.6: a function cannot return None). added: the bias in
+    float32; ignored without BIAS. Without bias and softcap the exponent applies the scale. Masks are applied later.
     """
     s, slope = products, products
     if terms.HAS_CAP:
@@ -157,16 +157,16 @@ def score_tile(products, added, terms, BIAS: tl.constexpr):
         if BIAS:
             s += added
     elif BIAS:
-        s = s * terms.scale + added  # one fused multiply-add: the scale rides on the bias
+        s = s * terms.scale + added  # one fused multiply-add for scale and bias
     return s, slope
 
 
 @triton.jit
 def with_sink(m_i, l_i, sink, exponent):
-    """``(m, l, alpha)`` of rows that have seen all of their keys, and now one more score without a value, in the units
-    of m: what was summed relative to the old maximum is to be multiplied by alpha.
+    """Return ``(m, l, alpha)`` after adding a sink, a score without a value in the units of m, to finished rows.
 
-    Subtracted before it is scaled, as in the online softmax: a sink beyond or below all scores overflows nothing.
+    Sums relative to the old maximum must be multiplied by alpha. The maximum is subtracted before scaling, as in the
+    online softmax, so that a sink far above or below all scores does not overflow.
     """
     m_new = tl.maximum(m_i, sink)
     base = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -176,7 +176,7 @@ def with_sink(m_i, l_i, sink, exponent):
 
 @triton.jit
 def score_tile_gradient(p, dp, delta, slope, terms):
-    """`score_tile` backwards, the softmax first: dS with respect to scale·Q Kᵀ, and to the biased score."""
+    """Return the gradients with respect to scale·Q Kᵀ and to the biased score: backward of softmax and `score_tile`."""
     db = softmax_derivative(p, dp, delta)
     ds = db
     if terms.HAS_CAP:

@@ -1,4 +1,4 @@
-"""dSink in one kernel, for every backend whose kernels are written in Triton: `backends.sink_gradient` is its twin."""
+"""Sink gradient as one Triton kernel, for every GPU backend; `backends.sink_gradient` is its twin in torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from tilewise.backends.launch.launcher import POINTER, Launch, sink_layout
 
 
 class SinkGradient:
-    """dSink = -sum of exp(sink - LSE)·delta over the rows that share a sink, in one order.
+    """Launch that computes dSink = -sum of exp(sink - LSE)·delta over the rows that share a sink, in a fixed order.
 
     Args:
-        sink: (B|1, H|1, M|1); lse: (B, H, M), of whose sizes and strides this is told.
-        tile, between, first: where the backward's preprocess has left delta: for each head one tile of ``tile`` numbers
-            after the other, ``between`` numbers from one to the next, from the number ``first`` on.
-        factor: of those numbers, to be delta.
+        sink: (B|1, H|1, M|1), read for its layout only.
+        lse: (B, H, M), read for its layout only.
+        tile: queries per tile of delta, as the backward's preprocess stores it: for each head tile after tile.
+        between: elements between the starts of two tiles of delta.
+        first: element at which the first tile starts.
+        factor: multiplier from the stored numbers to delta.
     """
 
     def __init__(self, sink: Tensor, lse: Tensor, tile: int, between: int, first: int, *, factor: float = 1.0) -> None:
@@ -44,9 +46,9 @@ class SinkGradient:
 @triton.jit
 def sink_gradient_kernel(sink, lse, delta, dsink, batch, heads, queries, sinks_batch, sinks_heads, tile, between,
                          first, padded, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One program the rows of one sink, or, with ROWS, the sinks of a block of queries.
+    """Sum the rows of one sink per program or, with ROWS, compute the sinks of a block of queries.
 
-    A row whose LSE is -inf has a sink of -inf, and nothing of it: hence the lowest finite LSE in its place.
+    A row with LSE = -inf has a sink of -inf and adds nothing: the lowest finite number replaces its LSE.
     """
     pid = tl.program_id(0)
     blocks = tl.cdiv(queries, BLOCK)

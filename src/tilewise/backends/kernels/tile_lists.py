@@ -1,4 +1,4 @@
-"""Lists of visible tiles that are made once for a mask by tiles that comes again, in every layer and every step."""
+"""Cache of visible-tile lists for a tile mask that is used again, in other layers and steps."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ Flat = tuple[Tensor | None, ...]
 
 @dataclass
 class _Use(Generic[Lists]):
-    """Of one mask: its tensors, their versions and the stream when it came last, and what was made of it the second
-    time."""
+    """Cache entry of one mask."""
 
     tensors: tuple[weakref.ref[Tensor] | None, ...]
-    state: tuple[int | None, ...]
-    made: tuple[Flat, Lists] | None = None
+    state: tuple[int | None, ...]  # `_state` at the last use
+    made: tuple[Flat, Lists] | None = None  # from the second use on
 
 
 class TileListCache(Generic[Lists]):
-    """``make``, the maker of lists of one prepared call, which remembers.
+    """Function ``make`` of one prepared call, which computes the lists of a mask, with a cache of its results.
 
-    From the second call on that has the same mask by tiles, its lists are kept until one of its tensors dies. Not from
-    the first, for a mask that a model computes anew comes once, and its lists would live as long as what autograd
-    saves. Nor where they take more than the call's own q, k, v and o; nor in a CUDA graph that is being captured, which
-    may outlive them.
+    The second call with an equal tile mask caches its lists until one of the mask's tensors is freed. The first does
+    not: a mask that the model recomputes is used once, and its lists would live as long as the tensors that autograd
+    saves. Lists larger than the call's q, k, v and o are not cached, nor is anything during CUDA graph capture, since
+    the graph may outlive the cache entry.
 
-    A mask is the same if its tensors are, unchanged as PyTorch counts changes, on the same stream.
+    Masks are equal if they have the same tensors, with the same version counters, on the same stream.
     """
 
     def __init__(self, make: Callable[[Flat], Lists], problem: Problem) -> None:
@@ -47,7 +46,7 @@ class TileListCache(Generic[Lists]):
         self._most_bytes = elements * p.dtype.itemsize
 
     def __call__(self, mask: Tensor | None, tiles: TileTensors | None) -> tuple[Flat, Lists]:
-        """``(flat_mask(mask, tiles), make of that)``."""
+        """Return ``flat_mask(mask, tiles)`` and its lists."""
         if tiles is None or not _may_be_cached(tiles):
             return self._made(mask, tiles)
         state = _state(tiles)
@@ -71,8 +70,8 @@ class TileListCache(Generic[Lists]):
 
         def forget(ref: weakref.ref[Tensor]) -> None:
             use = uses.get(key)
-            if use is not None and any(ref is x for x in use.tensors):  # not one of a later mask at that address
-                uses.pop(key, None)  # another tensor of it may die in another thread
+            if use is not None and any(ref is x for x in use.tensors):  # keep the entry of a later mask with this id
+                uses.pop(key, None)  # another thread may have removed it, for another tensor of the mask
 
         uses[key] = _Use(tuple(None if x is None else weakref.ref(x, forget) for x in tiles), state)
 
@@ -80,12 +79,12 @@ class TileListCache(Generic[Lists]):
 def flat_and_lists(
     kept: TileListCache[Lists] | None, mask: Tensor | None, tiles: TileTensors | None, none: Lists
 ) -> tuple[Flat, Lists]:
-    """The same of ``kept``; where no lists are made of the mask, or there is none, ``none`` in their place."""
+    """Return the flat mask and its lists from ``kept``; ``none`` as lists if ``kept`` is None."""
     return (flat_mask(mask, tiles), none) if kept is None else kept(mask, tiles)
 
 
 def _may_be_cached(tiles: TileTensors) -> bool:
-    """Its changes are counted, and nothing is being captured."""
+    """True if the mask has version counters (no inference tensors) and no CUDA graph is being captured."""
     if any(x is not None and x.is_inference() for x in tiles):
         return False
     assert tiles.tiles is not None
@@ -93,12 +92,12 @@ def _may_be_cached(tiles: TileTensors) -> bool:
 
 
 def _state(tiles: TileTensors) -> tuple[int | None, ...]:
-    """The tensors' versions, and the stream."""
+    """Return the version counters of the tensors, and the stream."""
     assert tiles.tiles is not None
     stream = torch.cuda.current_stream(tiles.tiles.device).cuda_stream if tiles.tiles.is_cuda else None
     return (*(None if x is None else x._version for x in tiles), stream)
 
 
 def _dead(ref: weakref.ref[Tensor] | None, x: Tensor | None) -> bool:
-    """Whether ``x`` is not what was there."""
+    """True if ``ref`` no longer refers to ``x``."""
     return (None if ref is None else ref()) is not x

@@ -1,7 +1,7 @@
-"""The vector of a Toeplitz bias from T5's table or ALiBi's slopes, and its gradient summed up into them.
+"""Toeplitz bias vectors from T5's table or ALiBi's slopes, and the gradients of table and slopes.
 
-One kernel each: PyTorch's own operators are five to twenty launches, and as much of the host's time as a whole call has
-at 2,048 tokens. A sum is in float32 and in one order.
+Each is one kernel: with PyTorch operators it takes five to twenty launches, as much host time as a whole call at 2,048
+tokens. Sums are in float32 and in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilewise.backends.launch.launcher import POINTER, Launch, Strided, strided
 
 _VECTOR_BLOCK = 1024
 _SUM_BLOCK = 4096
-# What a launch is kept by beside its numbers, for it takes the kernel that it had before.
+# Key of a cached launch besides its numbers: a launch reuses the kernel that it compiled.
 Kind = tuple[torch.device, torch.dtype, torch.dtype]
 
 
@@ -37,9 +37,9 @@ def _table_vector(kind: Kind, table: Strided, heads: int, count: int, least: int
 
 
 def table_vector(table: Tensor, rows: Tensor, least: int, first: int, width: int) -> Tensor:
-    """(1, H, 1, width) float32: of the distances from ``first`` on what the table (buckets, H) has in their row.
+    """Return (1, H, 1, width) float32: the entries of the table (buckets, H) for distances ``first``, first + 1, ...
 
-    rows: (count,) int64, the rows of the distances from ``least`` on; what lies beyond has the nearest end's.
+    rows: (count,) int64, the table's row for each distance from ``least`` on; distances beyond take the nearest end's.
     """
     with device_of(table):
         heads = table.shape[1]
@@ -52,7 +52,7 @@ def table_vector(table: Tensor, rows: Tensor, least: int, first: int, width: int
 
 @triton.jit(do_not_specialize=["first", "width"])
 def table_vector_kernel(table, rows, vector, least, count, first, width, BLOCK: tl.constexpr):
-    """One program a block of distances of one head."""
+    """Compute a block of distances of one head per program."""
     blocks = tl.cdiv(width, BLOCK)
     h = tl.program_id(0) // blocks
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -71,10 +71,9 @@ def _table_gradient(
 
 
 def table_gradient(gradient: Tensor, bounds: Tensor, first: int, table: Tensor) -> Tensor:
-    """Of a table from the gradient (1, H, 1, width) of its `table_vector`.
+    """Return the gradient of a table (buckets, H) from the gradient (1, H, 1, width) of its `table_vector`.
 
-    bounds: (buckets, 2) int32, contiguous, the first distance of each bucket and the one after its last; in between all
-    are of the bucket.
+    bounds: (buckets, 2) int32, contiguous; bucket b has all distances from bounds[b, 0] up to bounds[b, 1] - 1.
     """
     with device_of(table):
         found = torch.empty_like(table)
@@ -87,7 +86,7 @@ def table_gradient(gradient: Tensor, bounds: Tensor, first: int, table: Tensor) 
 
 @triton.jit(do_not_specialize=["first", "width"])
 def table_gradient_kernel(gradient, bounds, table, first, width, buckets, BLOCK: tl.constexpr):
-    """One program a bucket of one head."""
+    """Sum one bucket of one head per program."""
     h = tl.cast(tl.program_id(0) // buckets, tl.int64)
     b = tl.program_id(0) % buckets
     begin = tl.minimum(tl.maximum(tl.load(bounds + 2 * b) - first, 0), width)
@@ -112,7 +111,7 @@ def _slopes_vector(kind: Kind, slopes: Strided, shape: tuple[int, int], first: i
 
 
 def slopes_vector(slopes: Tensor, first: int, width: int, signed: bool) -> Tensor:
-    """(b, h, 1, width) float32: slopes (b, h) times each distance from ``first`` on, or minus its absolute value."""
+    """Return (b, h, 1, width) float32: slopes (b, h) times d (signed) or -abs(d), for d = first, first + 1, ..."""
     with device_of(slopes):
         shape = slopes.shape[0], slopes.shape[1]
         vector = _vector(shape, width, slopes)
@@ -123,7 +122,7 @@ def slopes_vector(slopes: Tensor, first: int, width: int, signed: bool) -> Tenso
 
 @triton.jit(do_not_specialize=["first", "width"])
 def slopes_vector_kernel(slopes, vector, heads, first, width, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a block of distances of one head."""
+    """Compute a block of distances of one head per program."""
     blocks = tl.cdiv(width, BLOCK)
     row = tl.cast(tl.program_id(0) // blocks, tl.int64)
     place = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -148,7 +147,7 @@ def _slopes_gradient(
 
 
 def slopes_gradient(gradient: Tensor, first: int, slopes: Tensor, signed: bool) -> Tensor:
-    """Of slopes (b, h) from the gradient (b, h, 1, width) of their `slopes_vector`."""
+    """Return the gradient of slopes (b, h) from the gradient (b, h, 1, width) of their `slopes_vector`."""
     with device_of(slopes):
         found = torch.empty_like(slopes)
         kind = slopes.device, gradient.dtype, slopes.dtype
@@ -160,7 +159,7 @@ def slopes_gradient(gradient: Tensor, first: int, slopes: Tensor, signed: bool) 
 
 @triton.jit(do_not_specialize=["first", "width"])
 def slopes_gradient_kernel(gradient, slopes, heads, first, width, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a head."""
+    """Sum one head per program."""
     row = tl.cast(tl.program_id(0), tl.int64)
     b, h = row // heads, row % heads
     at = gradient.pointer + b * gradient.stride0 + h * gradient.stride1
