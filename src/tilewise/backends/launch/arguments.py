@@ -1,6 +1,6 @@
-"""How tensors reach kernels: by pointer and strides, by TMA, several as one parameter, or as a plain pointer.
+"""Kernel arguments of tensors: pointer and strides, TMA descriptor, plain pointer, or a record of several tensors.
 
-A layout is a kernel's argument without its tensor; `launcher` says what becomes of it.
+A layout is a kernel argument without its tensor; `launcher` combines the two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Strided(NamedTuple):
-    """A four-dimensional tensor for pointer arithmetic, in elements; a broadcast axis has stride 0."""
+    """Four-dimensional tensor as pointer and strides in elements; a broadcast axis has stride 0."""
 
     pointer: Any
     stride0: int
@@ -25,42 +25,42 @@ POINTER = "pointer"
 
 
 class Record(NamedTuple):
-    """The layout of several tensors that are one parameter of a kernel, a named tuple of ``kind``.
+    """Layout of several tensors that are one kernel parameter. A call passes them one after the other."""
 
-    layouts: `Strided` or `POINTER` for each. A call gives its tensors one after the other, like all others.
-    """
-
-    kind: Any
-    layouts: tuple[Any, ...]
+    kind: Any  # the parameter's class, a named tuple
+    layouts: tuple[Any, ...]  # `Strided` or `POINTER` of each tensor
 
 
 def strided(x: Tensor | None) -> Strided:
-    """The layout of a tensor that is read by pointer."""
+    """Return the layout of a tensor that is read by pointer."""
     if x is None:
         return Strided(None, 0, 0, 0, 0)
     return Strided(None, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
 def strided_rows(x: Tensor | None) -> Strided:
-    """The same of a tensor that is not broadcast, as q, k, v and what is made of them: nobody steps along its axes of
-    size 1, so that `keeps` strides, and a launch for other sizes takes all as they are."""
+    """Like `strided`, for a tensor that never broadcasts (q, k, v, o, their gradients).
+
+    Kernels do not step along its axes of size 1, so these keep their strides where `keeps` allows it, and a launch
+    for other sizes takes the tensor's strides unchanged.
+    """
     if x is None:
         return Strided(None, 0, 0, 0, 0)
     return Strided(None, *(0 if n == 1 and not keeps(s) else s for n, s in zip(x.shape, x.stride(), strict=True)))
 
 
 def keeps(stride: int) -> bool:
-    """Whether an axis of size 1 keeps its stride, which TMA can step by, and which Triton takes for 0's like."""
+    """True if an axis of size 1 keeps its stride: TMA accepts it, and Triton specializes it as it does 0."""
     return stride & 15 == 0 and 0 < stride < 2**31
 
 
 def strided_if_any(x: Tensor | None) -> Any:
-    """The same of what most calls lack: without one the kernel is compiled as if it knew of none."""
+    """Like `strided`, but `POINTER` for None: a kernel is compiled without the absent tensor."""
     return POINTER if x is None else strided(x)
 
 
 def sink_layout(sink: Tensor | None) -> Any:
-    """A sink (B|1, H|1, M|1), of rows of one element."""
+    """Return the layout of a sink (B|1, H|1, M|1) as a tensor with a last axis of size 1."""
     return strided_if_any(None if sink is None else sink[..., None])
 
 
@@ -70,10 +70,10 @@ _templates: dict[tuple, Any] = {}
 def boxed(
     kind: Any, x: Tensor, strides: Sequence[int], box: Sequence[int], *shared: Any, shape: Sequence[int] | None = None
 ) -> Any:
-    """The layout of a tensor that is read by TMA in boxes, a descriptor of ``kind`` without its tensor.
+    """Return the layout of a tensor that is read by TMA in boxes: a descriptor of ``kind`` without its tensor.
 
-    The first with such a box passes the descriptor's checks; of another tensor only sizes and strides are new, and
-    those `tilewise.spec.tma` has looked at. shape: another than the tensor's.
+    The first descriptor with a box runs the checks of ``kind``; later ones copy it with new sizes and strides, which
+    `tilewise.spec.tma` has checked. shape: replaces the tensor's.
     """
     shape = list(x.shape if shape is None else shape)
     key = (kind, x.dtype, *box)
@@ -84,21 +84,18 @@ def boxed(
 
 
 def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:
-    """The kernel argument of ``x`` in its layout; of None for a descriptor: the layout itself, freed of its tensor.
-
-    other: what a descriptor gets beside it.
-    """
+    """Return the kernel argument of ``x``; with x = None, a descriptor without tensor. other: descriptor fields."""
     if layout is POINTER:
         return x
     if isinstance(layout, Strided):
         return Strided(x, *layout[1:])
-    copy = object.__new__(type(layout))  # a descriptor, without the checks that the layout has passed already
+    copy = object.__new__(type(layout))  # skip the checks, which the layout has passed
     copy.__dict__.update(layout.__dict__, base=x, **other)
     return copy
 
 
 def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Sequence[int]:
-    """Strides of a descriptor of four axes, which must be multiples of 16 bytes also along an axis of size 1."""
+    """Return the strides of a descriptor of four axes: multiples of 16 bytes, also along axes of size 1."""
     row = row_width(shape[3], itemsize)
     pairs = zip(shape[:3], strides[:3], strict=True)
     return *[row if n == 1 and not keeps(s) else s for n, s in pairs], 1
@@ -106,19 +103,20 @@ def row_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> 
 
 # --- for other sizes ---
 
-# Where in values of a launch layouts' tensors stand, each by its shape and, next to that, its strides; of a `Record` a
-# tuple.
+# For each layout the index of its tensor's shape in a launch's values, before its strides; a tuple for a `Record`.
 Places = Sequence["int | tuple[int | None, ...] | None"]
 
 
 def row_width(columns: int, itemsize: int) -> int:
-    """Elements of a row filled up to 16 bytes."""
+    """Return the elements of a row padded to a multiple of 16 bytes."""
     return (columns * itemsize + 15) // 16 * 16 // itemsize
 
 
 def placed(layout: Any, at: Any, values: Sequence[Any]) -> Any:
-    """``layout`` of a tensor that lies as ``values`` say from number ``at`` on; as it is where that is None. Axes of
-    size 1 are the same, and where one does not keep its stride it has the layout's."""
+    """Return ``layout`` with the shape values[at] and strides values[at + 1]; unchanged if ``at`` is None.
+
+    The same axes have size 1 as before. One that does not keep its stride takes the layout's.
+    """
     if at is None or layout is POINTER:
         return layout
     if isinstance(layout, Record):
@@ -133,7 +131,7 @@ def placed(layout: Any, at: Any, values: Sequence[Any]) -> Any:
 
 
 def gives(layout: Any, shape: Sequence[int], strides: Sequence[int]) -> list[bool]:
-    """Whether each stride is the tensor's own, not what its layout has for an axis of size 1."""
+    """Return for each axis True if the tensor's own stride is used, False if the layout's (for size 1) is."""
     if isinstance(layout, Strided):
         pairs = zip(shape, strides, layout[1:], strict=True)
         return [n != 1 or (before != 0 and keeps(s)) for n, s, before in pairs]
@@ -153,7 +151,7 @@ def layout_kind(layout: Any) -> Any:
 
 
 def strides_of(layouts: Sequence[Any]) -> list[int]:
-    """All strides of layouts by pointer."""
+    """Return all strides of layouts by pointer."""
     found: list[int] = []
     for x in layouts:
         if isinstance(x, Strided):

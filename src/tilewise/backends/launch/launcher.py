@@ -1,28 +1,24 @@
-"""Launches of Triton and Gluon kernels that cost the host little; with `short_launch` the one place that knows Triton's
-inner launch path.
+"""Launches of Triton and Gluon kernels with little host time. Only this module and `short_launch` use Triton internals.
 
-Triton's own way to a kernel, ``kernel[grid](...)``, costs the host 50 µs: it binds and specialises every argument to
-find the compiled kernel. What a call's layout decides is therefore settled once, in a `Launch`. To launch a new kernel,
+Triton's ``kernel[grid](...)`` takes 50 µs on the host: it binds and specializes every argument to find the compiled
+kernel. A `Launch` does this work once per layout. To launch a new kernel,
 
-1. when a call is prepared, say how each tensor reaches the kernel, in the order of its parameters: by TMA (the
-   backend's ``descriptor``), by pointer and strides (`strided`), or as a plain `POINTER`; then all other arguments:
+1. when a call is prepared, describe each tensor argument in the order of the kernel's parameters: TMA (the backend's
+   ``descriptor``), pointer and strides (`strided`), or plain `POINTER`; then all other arguments:
 
        self.main = Launch(kernel, programs, (descriptor(q, 64, 128), strided(o), POINTER), (sizes, c), num_warps=8)
 
-2. at each call, give the tensors alone, in the same order: ``self.main(q, o, lse)``. One that is absent is None, with
-   the layout that the kernel expects: ``strided(None)`` is a `Strided` of no tensor, `POINTER` a plain None.
+2. at each call, pass the tensors alone in this order: ``self.main(q, o, lse)``. An absent tensor is None, with the
+   layout that the kernel expects: ``strided(None)`` is a `Strided` without a tensor, `POINTER` a plain None.
 
-The first call of a `Launch` is Triton's own and compiles. Later ones take the kernel that it found, which is right for
-tensors of the same layout: shape, dtype, strides and device. Alignment is looked at here: where a pointer is not a
-multiple of 16 and the first one was, another kernel is looked for. A kernel is kept under all that Triton chooses one
-by (`Launch.wants`), so that a `Launch` for other sizes, of a cache that grows or the next batch, asks Triton only where
-no earlier one wanted the same. Constants make most of that: say them by `constants`, and they are compared by identity.
+The first call of a `Launch` goes through Triton, which compiles. Later calls reuse the kernel, which fits all tensors
+of equal shape, dtype, strides and device; an unaligned pointer (not a multiple of 16) selects another kernel. Kernels
+are cached by everything that Triton specializes on (`Launch.wants`), so a `Launch` for other sizes, as of a growing KV
+cache, asks Triton only for new combinations. Compile-time constants made by `constants` are compared by identity.
 
-On Triton 3.6 to 3.9 later calls also leave out Triton's Python around its launcher in C, and keep the descriptors of
-the addresses seen last (`short_launch`). Later versions, and launches that hooks watch (profilers set them) or that
-need memory beside their arguments, go through `CompiledKernel`.
-
-On Triton 3.9 kernels in Gluon are compiled by the ptxas with which they were made, see `assembler`.
+On Triton 3.6 to 3.9 later calls also skip the Python code around Triton's C launcher, and cache the TMA descriptors of
+recent addresses (`short_launch`). Later versions, launches with hooks (set by profilers) and kernels with scratch
+memory go through `CompiledKernel`. On Triton 3.9 `assembler` chooses the ptxas of Gluon kernels.
 """
 
 from __future__ import annotations
@@ -83,24 +79,24 @@ __all__ = [
     "strided_rows",
 ]
 
-_WHOLE = -2  # what a resized launch is kept under, beside what `Short` keeps
-_PTX = 88  # what ptxas 12.9 reads
+_WHOLE = -2  # key of a resized `Launch`, next to the keys of `Short`
+_PTX = 88  # PTX version that ptxas 12.9 reads
 _assembling = threading.Lock()
 
 
 T = TypeVar("T", bound=tuple)
 _constants: dict[tuple, tuple] = {}
-_known_constants: set[int] = set()  # by identity, those among the values of `_constants`, which live on
-_kernels: dict[tuple, CompiledKernel] = {}  # by what a launch wants of one
-_families: dict[tuple, int] = {}  # a number for all that launches want beside their integers
-_numbers = count()  # those, of which no two threads get the same
+_known_constants: set[int] = set()  # ids of the values of `_constants`, which are never freed
+_kernels: dict[tuple, CompiledKernel] = {}  # by `Launch.wants`
+_families: dict[tuple, int] = {}  # number of each family: its launches differ in their integers only
+_numbers = count()  # of families, thread-safe
 _keeping = threading.Lock()
 
 
 def constants(values: T) -> T:
-    """What a kernel knows when it is compiled: ``values``, a named tuple, with a tl.constexpr for each.
+    """Return the named tuple ``values`` with each field as tl.constexpr; equal values give the same object.
 
-    Equal values give the same object. Fields have one type each: 1 and True are equal.
+    A field must always have the same type, because 1 and True are equal.
     """
     key = (type(values), *values)
     found = _constants.get(key)
@@ -112,14 +108,15 @@ def constants(values: T) -> T:
 
 
 class Launch:
-    """A kernel with all of its arguments but the tensors, for one layout of these.
+    """Kernel with all arguments except the tensors, for one layout of these.
 
     Args:
         kernel: made by triton.jit or gluon.jit.
-        programs: how many run.
-        layouts: how tensors reach its leading parameters.
-        numbers: its other arguments, in their order.
-        options: Triton's num_warps and num_stages; launch_pdl: it may begin before the kernel before it has ended.
+        programs: number of programs (CTAs).
+        layouts: layouts of the tensors, the leading parameters.
+        numbers: the other arguments, in order.
+        options: Triton's num_warps and num_stages; launch_pdl: programmatic dependent launch, the kernel may start
+            before the previous one ends.
     """
 
     __slots__ = (
@@ -131,22 +128,22 @@ class Launch:
         self, kernel: Any, programs: int, layouts: Sequence[Any], numbers: Sequence[Any], **options: int
     ) -> None:
         self.kernel, self.programs = kernel, programs
-        # Products and sums in one instruction: Triton 3.9 warns that 3.10 will make two unless it is asked for one.
+        # Triton 3.9: fused multiply-adds are the default, with a warning that 3.10 requires this option for them.
         self.options = {"enable_fp_fusion": True, **options}
         if _chooses_assembler(kernel):
             self.options["ptx_version"] = _PTX
         self._layouts, self.numbers = tuple(layouts), tuple(numbers)
-        self._places: tuple[Any, Any] | None = None  # of a resized one, how tensors lie, if someone asks
+        self._places: tuple[Any, Any] | None = None  # arguments of `placed` for a resized launch, applied lazily
         self._records = any(isinstance(x, Record) for x in self._layouts)
         self._family: _Family | None = None
         self._wants: tuple | None = None
-        self._aligned: tuple[bool, ...] = ()  # which tensors began on a multiple of 16 bytes when it was compiled
+        self._aligned: tuple[bool, ...] = ()  # which tensors were aligned to 16 bytes when it was compiled
         self._compiled: CompiledKernel | None = None
         self._short: Short | None = None
 
     @property
     def layouts(self) -> tuple[Any, ...]:
-        found = self._places  # which another thread may have used up
+        found = self._places  # read once: another thread may set it to None
         if found is not None:
             places, values = found
             self._layouts = tuple([placed(x, at, values) for x, at in zip(self._layouts, places, strict=True)])
@@ -156,8 +153,10 @@ class Launch:
     def resized(
         self, programs: int, places: Places, given: tuple[Any, ...], numbers: tuple[Any, ...]
     ) -> Callable[..., Any]:  # fmt: skip
-        """The same for other sizes, see `resized_launches`; places: of each layout where in ``given`` its tensor's
-        shape and strides stand."""
+        """Return a function that launches the kernel for other sizes, see `resized_launches`.
+
+        places: for each layout the index in ``given`` of its tensor's shape, which the strides follow.
+        """
         at = len(given)
         varied = Varied(places, at, range(at + 1, at + 1 + len(numbers)))
         values = (*given, programs, *numbers)
@@ -173,7 +172,7 @@ class Launch:
     def with_sizes(
         self, programs: int, places: Places, values: tuple[Any, ...], numbers: tuple[Any, ...]
     ) -> Launch:  # fmt: skip
-        """A launch of its own for other sizes, see `resized_launches`."""
+        """Return a separate `Launch` for other sizes, see `resized_launches`."""
         new = object.__new__(Launch)
         new.kernel, new.options, new._records, new._family = self.kernel, self.options, self._records, self.family()
         new.numbers = tuple([_alike(x, y) for x, y in zip(numbers, self.numbers, strict=True)])
@@ -200,10 +199,10 @@ class Launch:
         compiled[self.programs, 1, 1](*self._arguments(tensors))
 
     def wants(self, tensors: Sequence[Tensor | None], aligned: Sequence[bool]) -> tuple:
-        """All that Triton looks at to choose a kernel for tensors in these layouts, ``aligned`` to 16 bytes or not.
+        """Return the key by which Triton specializes a kernel for these tensors, ``aligned`` to 16 bytes or not.
 
-        Of an integer whether it is 1, whether 16 divides it, and its width; the value of what is a constant; of a float
-        nothing; dtypes, boxes and their layouts in shared memory.
+        It has for an integer whether it is 1, divisible by 16, and its width; for a float nothing; the values of
+        constants; dtypes, TMA boxes and their shared-memory layouts.
         """
         if self._wants is None:
             family = self.family()
@@ -224,7 +223,7 @@ class Launch:
         return (*found, *self.numbers)
 
     def _ask(self, tensors: Sequence[Tensor | None], wants: tuple) -> CompiledKernel | None:
-        """Triton, which launches too. The interpreter compiles nothing."""
+        """Launch through Triton and return the compiled kernel, None under the interpreter."""
         with assembler(self.kernel):
             compiled = self.kernel[(self.programs,)](*self._arguments(tensors), **self.options)
         if not isinstance(compiled, CompiledKernel):
@@ -234,9 +233,9 @@ class Launch:
     def _keep(
         self, compiled: CompiledKernel | None, aligned: tuple[bool, ...], tensors: Sequence[Tensor | None]
     ) -> None:
-        """The first that is found: addresses that are aligned otherwise are rare, and are looked up each time."""
+        """Keep the first kernel that is found; kernels for other alignments are rare and are looked up each time."""
         if self._compiled is None and compiled is not None:
-            with _keeping:  # another thread's kernel may be one for other addresses
+            with _keeping:  # another thread may keep a kernel for another alignment
                 if self._compiled is not None:
                     return
                 self._aligned, self._compiled = aligned, compiled
@@ -249,13 +248,13 @@ class Launch:
 def resized_launches(
     bases: Sequence[tuple[Launch, Varied]], made: dict[tuple, list[Whole]], kind: tuple, values: tuple[Any, ...]
 ) -> list[Whole]:
-    """The launches of a pass for other sizes, ``values``: tensors lie elsewhere, programs are others, and integers
-    differ among those numbers that are no constants. ``run`` of each takes values, a dictionary of its own that lives
-    as long as these, and its tensors.
+    """Return the launches of a pass for other sizes: other layouts, program counts and integers that are not constants.
 
-    bases: the launches, and where in values what differs stands, the same each time. Of strides those are 1, or
-    multiples of 16, that were before, which axes are of size 1 stays, and all numbers are of 32 bits where they were.
-    made: those that were found before, by ``kind``, in which `kinds` of all integers are that differ.
+    Call ``run(values, kept, *tensors)`` of each, where ``kept`` is a dictionary that lives as long as ``values``.
+
+    bases: the launches, and the positions in ``values`` of all that differs; always the same. Strides that were 1 or
+    multiples of 16 still are, the same axes have size 1, and 32-bit numbers still have 32 bits.
+    made: cache of earlier results by ``kind``, which contains `kinds` of all integers that differ.
     """
     known = made.get(kind)
     if known is not None:
@@ -267,8 +266,10 @@ def resized_launches(
 
 
 class Whole:
-    """A launch for other sizes: by the launcher in C where a kernel of its kind has been compiled, see `Short`; by a
-    `Launch` of its own where none has, where hooks watch, and for addresses that it was not compiled for."""
+    """Launch for other sizes: through the C launcher (`Short`) if a kernel of its kind has been compiled.
+
+    Otherwise, with launch hooks, or for addresses of another alignment it goes through a separate `Launch`.
+    """
 
     def __init__(self, base: Launch, varied: Varied, values: tuple[Any, ...]) -> None:
         self.base, self.varied, self.run, family = base, varied, self._run, base.family()
@@ -304,7 +305,7 @@ def _varied(x: Any, at: Members, values: tuple[Any, ...]) -> Any:
 
 
 def _alike(x: Any, base: Any) -> Any:
-    """A tuple as the named one that it stands for, which kernels ask for by name."""
+    """Return ``x`` as the named tuple type of ``base``: kernels read its fields by name."""
     return x if type(x) is type(base) or not isinstance(base, tuple) else type(base)(*x)
 
 
@@ -313,23 +314,23 @@ _low_bits, _is_one = (15).__and__, (1).__eq__
 
 
 def kinds(integers: Sequence[int]) -> tuple[Any, ...]:
-    """Of each integer of 32 bits what Triton looks at: whether it is 1, and whether 16 divides it."""
+    """Return what Triton specializes 32-bit integers on: for each, whether it is 1, and whether 16 divides it."""
     return bytes(map(_low_bits, integers)).translate(_CLASS), *map(_is_one, integers)
 
 
 class _Family:
-    """What a launch and those that are resized from it have in common: all that they want but their integers.
+    """Common properties of a launch and those resized from it: all of `Launch.wants` except the integers.
 
-    short: by `codes` of the numbers, that of the first.
+    short: by `codes` of the numbers, the first `Short` with these.
     """
 
     def __init__(self, launch: Launch) -> None:
         layouts, numbers = launch.layouts, launch.numbers
-        named = getattr(launch.kernel, "params", ())[len(layouts) :]  # none of an interpreted one
+        named = getattr(launch.kernel, "params", ())[len(layouts) :]  # empty under the interpreter
         fixed = [p.is_constexpr for p in named] or [False] * len(numbers)
-        # Which numbers are integers that may differ, or have some among them.
+        # Positions of the numbers that are integers which may differ, and of the tuples that contain such integers.
         self._single: list[int] = []
-        self._among: list[tuple[int, Any]] = []  # and what finds them, or None where it has no other members
+        self._among: list[tuple[int, Any]] = []  # with a function that extracts them, None if all members are integers
         for n, x in enumerate(numbers):
             if fixed[n] or (isinstance(x, tuple) and id(x) in _known_constants):
                 continue
@@ -341,7 +342,7 @@ class _Family:
                     self._among.append((n, None))
                 elif any(isinstance(y, tuple) for y in x):
                     self._among.append((n, _integers))
-                elif len(members) > 1:  # or else it gives no tuple
+                elif len(members) > 1:  # itemgetter of one index returns no tuple
                     self._among.append((n, itemgetter(*members)))
                 elif members:
                     self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
@@ -352,7 +353,7 @@ class _Family:
         self.made: dict[tuple, list[Whole]] = {}
 
     def codes(self, numbers: Sequence[Any]) -> tuple[int, ...]:
-        """`_codes` of the integers among a launch's numbers."""
+        """Return `_codes` of the integers among a launch's numbers."""
         integers = [numbers[n] for n in self._single]
         for n, some in self._among:
             integers += numbers[n] if some is None else some(numbers[n])
@@ -360,21 +361,21 @@ class _Family:
 
 
 def _integers(x: Any) -> list[int]:
-    """All in a tuple and in tuples among its members."""
+    """Return all integers in a tuple and in its nested tuples."""
     if isinstance(x, tuple):
         return [] if id(x) in _known_constants else [i for y in x for i in _integers(y)]
     return [x] if type(x) is int else []
 
 
 def _codes(integers: Sequence[int]) -> tuple[int, ...]:
-    """Of each integer what Triton looks at: whether it is 1, whether 16 divides it, and its width."""
+    """Return what Triton specializes integers on: for each, whether it is 1, divisible by 16, and its width."""
     if integers and (max(integers) >= 2**31 or min(integers) < -(2**31)):
         return tuple([(1 if x == 1 else 0 if x & 15 else 16) + 32 * (not -(2**31) <= x < 2**31) for x in integers])
     return kinds(integers)
 
 
 def _kind(x: Any) -> Any:
-    """Of a number, or a tuple of them, what Triton looks at beside `_Family.codes`."""
+    """Return what Triton specializes a number or tuple on besides `_Family.codes`."""
     if type(x) is int or type(x) is float:
         return type(x)
     return _value(x)
@@ -385,24 +386,24 @@ def _value(x: Any) -> Any:
         if id(x) in _known_constants:
             return "constants", id(x)
         return type(x), *[_kind(y) for y in x]
-    if isinstance(x, tl.constexpr):  # whose own comparisons take several calls each
+    if isinstance(x, tl.constexpr):  # its own comparison takes several calls
         return "constexpr", type(x.value), x.value
     return type(x), x
 
 
 def _chooses_assembler(kernel: Any) -> bool:
-    """Not where the environment names an assembler."""
+    """True if `assembler` changes the ptxas for ``kernel``; False if the environment names one."""
     chosen = "TRITON_PTXAS_BLACKWELL_PATH" in os.environ
     return VERSION >= (3, 9) and isinstance(kernel, GluonJITFunction) and not chosen
 
 
 @contextmanager
 def assembler(kernel: Any) -> Iterator[None]:
-    """Compile a kernel in Gluon by ptxas 12.9 on Triton 3.9, which brings it and takes 13.4 for Hopper instead.
+    """Compile a Gluon kernel with ptxas 12.9 on Triton 3.9, which ships it but uses 13.4 for Hopper.
 
-    ptxas: 13.4 spills in half of the kernels, and runs all wgmma of the backward at 64 dimensions in series (C7512);
-    12.9 does neither. Triton has one choice for a whole process, so that is changed for the time of a compilation: of
-    two threads that compile, one in tilewise, the other may get 12.9 too.
+    ptxas 13.4: half of the kernels spill, and all wgmma of the backward at 64 dimensions are serialized (C7512); 12.9
+    does neither. Triton's setting is per process and is changed for the time of a compilation, so another thread that
+    compiles at that time may use 12.9 too.
     """
     if not _chooses_assembler(kernel):
         yield
@@ -410,7 +411,7 @@ def assembler(kernel: Any) -> Iterator[None]:
     from triton.backends.nvidia.compiler import get_ptxas_version
 
     with _assembling:
-        get_ptxas_version(driver.active.get_current_target().arch)  # is kept, as part of names in Triton's cache
+        get_ptxas_version(driver.active.get_current_target().arch)  # Triton caches it, as part of its cache keys
         with knobs.nvidia.scope():
             knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
             yield
@@ -424,24 +425,23 @@ _thread = _Thread()
 
 
 def _bind_context(tensors: Sequence[Tensor | None]) -> None:
-    """Make the device's context current in this thread, where Triton makes descriptors.
+    """Make the CUDA context current in this thread, because Triton creates descriptors through the driver API.
 
-    Autograd's threads have none until something calls CUDA's runtime, which PyTorch's allocator need not do, and the
-    driver's function behind Triton's descriptors does not look for one.
+    Autograd's threads have no context until they call the CUDA runtime, which PyTorch's allocator does not always do.
     """
     if not _thread.bound and any(x is not None and x.is_cuda for x in tensors):
         _bind()
 
 
 def _watched() -> bool:
-    """Whether hooks want to see launches: a chain with members, or a plain function in its place."""
+    """True if launch hooks are set: a hook chain with members, or a plain function."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _bind() -> None:
     if not _thread.bound:
-        torch.cuda.mem_get_info()  # of the runtime's functions one that touches no stream, which may be capturing
+        torch.cuda.mem_get_info()  # a runtime call that uses no stream: one may be capturing
         _thread.bound = True
 
 

@@ -1,16 +1,15 @@
-"""Triton's launcher in C, with its arguments laid out beforehand: a launch fills in addresses and descriptors.
+"""Direct calls of Triton's C launcher with a prepared argument list; a launch fills in addresses and descriptors.
 
-It takes how many programs, the stream and the kernel, and then for each parameter an address, a descriptor followed by
-its shape and strides, a tuple of an address and strides or of a record's members, or any object for what was compiled
-in. A loop over these takes longer than the launcher. So a `Short` writes two functions, as Triton does for a kernel's
-arguments: one that fills the places of a list of parameters in one line each, and, for launches of other sizes
-(`launcher.resized_launches`), one that makes the list of these.
+The launcher takes the number of programs, the stream, the kernel, and for each parameter an address, a descriptor
+followed by its shape and strides, a tuple of an address and strides or of a record's members, or any object for a
+constant. A Python loop over these takes longer than the launcher. So `Short` generates two functions, as Triton does
+for a kernel's arguments: one fills the argument list with one line per parameter; the other, for launches of other
+sizes (`launcher.resized_launches`), builds the list.
 
-Triton 3.6 builds a launcher for each signature, which takes all as arguments. From 3.7 on one launcher serves all
-kernels: it takes the parameters as a list, and beside it what says where tuples and constants stand in the list and
-which types the rest has; a CudaLauncher has both. Triton 3.8 and 3.9 have a sanitizer besides, gsan, which adds
-parameters: its kernels take the long way. So does every kernel on a version that `VERSIONS` does not name: whoever adds
-one reads its launcher first.
+Triton 3.6 compiles a launcher per signature, which takes all arguments one by one. From 3.7 on one launcher serves all
+kernels: it takes a list, the positions of tuples and constants in it and the types of the others, both from a
+CudaLauncher. Triton 3.8 and 3.9 have a sanitizer, gsan, which adds parameters: its kernels go through Triton, and so
+do all kernels on versions that `VERSIONS` does not name. Before you add a version, read its launcher.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ from tilewise.backends.launch.arguments import POINTER, Record, Strided, gives
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
-_ADDRESSES = 256  # of a launch, whose descriptors are kept
-_ARGUMENTS = -1  # what a launch's list is kept under, beside descriptors
+_ADDRESSES = 256  # cached descriptors per launch, at most
+_ARGUMENTS = -1  # key of the argument list in the cache of descriptors
 
 Members = int | None | tuple["int | None", ...]
 
 
 class Varied(NamedTuple):
-    """Where in ``values`` stands what differs between launches, None for what stays: each layout's tensor, its shape
-    and next to that its strides, of a `Record` one for each member; how many programs; each of the numbers, of a tuple
-    each of its members."""
+    """Positions in ``values`` of all that differs between launches; None for what does not."""
 
-    layouts: Sequence[Any]
+    layouts: Sequence[Any]  # of each tensor's shape, which its strides follow; a tuple for a `Record`
     programs: int | None
-    numbers: Sequence[Members]
+    numbers: Sequence[Members]  # a tuple for a tuple
 
 
 class Short:
-    """The launcher of a compiled kernel, for tensors of which the same are there.
+    """Fast launch of a compiled kernel, for calls in which the same tensors are absent.
 
     Args:
-        layouts, numbers, programs: of the `Launch` that it was compiled for.
-        there: of each tensor None if it is absent; else 15 if the kernel was compiled for a multiple of 16, or 0.
+        layouts, numbers, programs: those of the `Launch` that compiled the kernel.
+        there: for each tensor None if it is absent, 15 if the kernel requires a multiple of 16 as its address, else 0.
         bind: called before a descriptor is made.
-        watched, whole: of a resized launch: whether somebody looks on, and what then launches, of values and ``kept``.
-        varied, values: of a resized launch: what differs, and some that it may have.
+        watched: of a resized launch, returns True if launch hooks are set.
+        whole: of a resized launch, returns the `Launch` of (values, kept) for hooks and for other alignments.
+        varied: of a resized launch, the positions in its values.
+        values: of a resized launch, an example.
     """
 
     __slots__ = ("_bind", "_kept", "compiled", "run", "there")
@@ -64,16 +63,16 @@ class Short:
         whole: Callable[..., Any] | None = None, varied: Varied | None = None, values: tuple[Any, ...] = (),
     ) -> None:  # fmt: skip
         self.compiled, self.there, self._bind = compiled, tuple(there), bind
-        self._kept: dict[int, Any] = {}  # of launches without values
+        self._kept: dict[int, Any] = {}  # cache of a launch that is not resized
         metadata: Any = compiled.metadata.tensordesc_meta or ()
         fill: Any = _descriptor_maker() if metadata else None
         launch, kernel = _launcher(compiled, bool(metadata))
         device = driver.active.get_current_device()
         at = Varied([None] * len(layouts), None, [None] * len(numbers)) if varied is None else varied
         writer = _Writer(values)
-        boxes: list[tuple[Any, ...]] = []  # of descriptors what does not depend on sizes
+        boxes: list[tuple[Any, ...]] = []  # `_box` of each descriptor
         descriptors, tensors = iter(metadata), enumerate(there)
-        fills: list[tuple[Any, ...]] = []  # place, what it is, and of each tensor which and its mask
+        fills: list[tuple[Any, ...]] = []  # position in the list, kind, and number and alignment mask of each tensor
         for layout, begin in zip(layouts, at.layouts, strict=True):
             place = len(writer.constants)
             if isinstance(layout, Record):
@@ -103,19 +102,19 @@ class Short:
             self.run = make(*given, writer.function(), watched, whole)
 
     def launch(self, tensors: Sequence[Any]) -> bool:
-        """False, and nothing done, where the kernel was compiled for another alignment."""
+        """Launch and return True; return False without a launch if the kernel was compiled for another alignment."""
         found: bool = self.run(None, self._kept, *tensors)
         return found
 
     def _begin(self, kept: dict[int, Any]) -> None:
-        """Before descriptors are made."""
+        """Prepare the creation of descriptors: bind the context, empty a full cache."""
         self._bind()
         if len(kept) >= _ADDRESSES:
             kept.clear()
 
 
 def knows_launcher(compiled: CompiledKernel) -> bool:
-    """True if the launcher in C is one that `Short` knows, and takes nothing beside the kernel's own arguments."""
+    """True if `Short` knows the C launcher, and the kernel needs no scratch memory or other extra arguments."""
     if VERSION not in VERSIONS:
         return False
     from triton.backends.nvidia.driver import CudaDriver
@@ -127,13 +126,13 @@ def knows_launcher(compiled: CompiledKernel) -> bool:
 
 
 def _launcher(compiled: CompiledKernel, makes_descriptors: bool) -> tuple[Any, tuple[Any, ...]]:
-    """The launcher in C, and what it takes between the stream and the kernel's arguments."""
+    """Return the C launcher and its arguments between the stream and the kernel's."""
     run: Any = compiled.run
     begin = compiled.function, run.launch_cooperative_grid, run.launch_pdl
-    no_scratch, no_hooks = (None, None), (None, None, None)  # before the hooks what they are given
+    no_scratch, no_hooks = (None, None), (None, None, None)  # metadata for the hooks, enter hook, exit hook
     if VERSION == (3, 6):
         launch = run.launch
-        if makes_descriptors:  # then it is a function around the launcher
+        if makes_descriptors:  # a Python function wraps the launcher
             launch = inspect.getclosurevars(launch).nonlocals["launcher"]
         return launch, (*begin, *no_scratch, compiled.packed_metadata, *no_hooks)
     types = run.arg_annotations, run.kernel_signature
@@ -146,7 +145,7 @@ def _descriptor_maker() -> Any:
 
 
 def _box(layout: Any, metadata: Any) -> tuple[Any, ...]:
-    """Of a TMA descriptor what does not depend on sizes, as Triton's make_tensordesc_arg finds it."""
+    """Return a TMA descriptor's properties that do not depend on sizes, as in Triton's make_tensordesc_arg."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     m = metadata
@@ -158,10 +157,10 @@ def _box(layout: Any, metadata: Any) -> tuple[Any, ...]:
 def _launch_of(
     tensors: int, fills: tuple[tuple[Any, ...], ...], resized: bool, programs: int | None, in_a_row: bool
 ) -> Callable[..., Callable[..., bool]]:
-    """Make what makes the function that fills a list and launches; of a resized launch also the list, the first time.
+    """Generate a factory of the function that fills an argument list and launches.
 
-    programs: where in ``values`` their number stands, None if it stays. in_a_row: the launcher takes the kernel's
-    arguments one by one, not as a list.
+    The function of a resized launch also builds the list at its first call. programs: position of their number in
+    ``values``, None if fixed. in_a_row: the launcher takes the kernel's arguments one by one, not as a list.
     """
     given = ", ".join(f"t{n}" for n in range(tensors))
     lines: list[str] = []
@@ -183,7 +182,7 @@ def _launch_of(
                 begin = "None" if mask is None else address(n, mask)
                 found.append(f"({begin}, *r[{at}])" if strided else begin)
             lines.append(f"a[{place}] = ({', '.join(found)},)")
-        elif kind == "box":  # its address is a multiple of 16, or no descriptor can be made
+        elif kind == "box":  # the address is a multiple of 16, else there would be no descriptor
             n, which, shape, strides = rest
             key = f"{address(n, 0)} + {which}" if which else address(n, 0)
             lines.append(f"d{which} = get({key})")
@@ -231,17 +230,20 @@ def _function(name: str, source: Sequence[str], **known: Any) -> Any:
 
 
 class _Writer:
-    """Writes the function that makes a list of arguments from ``values``, of which some are given: which axes are of
-    size 1, and which of these keep their strides, is the same for all. constants: the list of no values."""
+    """Generator of the function that builds an argument list from ``values``.
+
+    It is given an example of these: which axes have size 1, and which of them keep their strides, never differs.
+    constants: the argument list of a launch that is not resized.
+    """
 
     def __init__(self, values: tuple[Any, ...]) -> None:
         self.constants: list[Any] = []
-        self._items: list[str | tuple[Any]] = []  # one alone in a tuple is a constant
+        self._items: list[str | tuple[Any]] = []  # source text, or a constant as 1-tuple
         self._known: dict[str, Any] = {}
         self._values = values
 
     def write(self, x: Any, at: Members = None) -> None:
-        """An argument, ``x`` or what stands in values."""
+        """Append an argument: the constant ``x``, or values[at]."""
         if isinstance(at, tuple):
             names = [self._constant(y) if n is None else f"values[{n}]" for y, n in zip(x, at, strict=True)]
             self._append(x, f"({', '.join(names)},)")
@@ -249,17 +251,17 @@ class _Writer:
             self._append(x, (x,) if at is None else f"values[{at}]")
 
     def row(self, layout: Strided, at: int | None) -> None:
-        """The strides of a tensor by pointer."""
+        """Append the strides of a tensor by pointer."""
         self._append(layout[1:], (layout[1:],) if at is None else self._row(layout, at))
 
     def record(self, layout: Record, at: Sequence[int | None] | None) -> None:
-        """Those of its members, None of a plain pointer."""
+        """Append the strides of a record's members, None for a plain pointer."""
         rows = zip(layout.layouts, at or [None] * len(layout.layouts), strict=True)
         names = ["None" if x is POINTER else self._row(x, begin) for x, begin in rows]
         self._append([None if x is POINTER else x[1:] for x in layout.layouts], f"({', '.join(names)},)")
 
     def box(self, layout: Any, at: int | None) -> tuple[str, str]:
-        """A descriptor's place, its shape and strides; says where a launch finds these two."""
+        """Append a descriptor, its shape and strides; return source expressions of shape and strides."""
         self.write(None)
         begin, sizes = len(self.constants), [*layout.shape, *layout.strides]
         middle, end = begin + len(layout.shape), begin + len(sizes)
@@ -278,7 +280,7 @@ class _Writer:
     def function(self) -> Callable[[tuple[Any, ...]], list[Any]]:
         items: list[Any] = []
         for is_constant, some in groupby(self._items, lambda x: isinstance(x, tuple)):
-            if is_constant:  # all that stand side by side at once
+            if is_constant:  # join neighbouring constants
                 items.append(f"*{self._constant(tuple([x[0] for x in some]))}")
             else:
                 items += some
@@ -304,6 +306,6 @@ class _Writer:
         return f"values[{at + 1}]" if all(given) else f"({', '.join(self._strides(layout[1:], given, at))})"
 
     def _strides(self, fixed: Sequence[int], given: Sequence[bool], at: int) -> list[str]:
-        """Each of a tensor that lies as values say from number ``at`` on, or the layout's."""
+        """Return the source of each stride: the tensor's in values[at + 1], or the layout's."""
         pairs = zip(fixed, given, strict=True)
         return [f"values[{at + 1}][{n}]" if own else repr(x) for n, (x, own) in enumerate(pairs)]
