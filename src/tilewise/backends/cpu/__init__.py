@@ -1,4 +1,4 @@
-"""Attention on the CPU: PyTorch's fused kernel where it computes the same thing, our own tiles elsewhere."""
+"""Attention on the CPU: PyTorch's fused kernel where it supports the problem, tiles in plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tiles(problem: Problem) -> str:
 
 
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
-    with torch.autocast("cpu", enabled=False):  # which would round the float32 tiles at each product
+    with torch.autocast("cpu", enabled=False):  # autocast would round the float32 tiles at each product
         outputs = None if fused.declines(problem) else fused.forward(problem, inputs)
         return tiled.forward(problem, inputs) if outputs is None else outputs
 
@@ -54,7 +54,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         return gradients
 
 
-# What the plan runs: a packed batch goes through these, sequences of equal lengths together.
+# A packed batch is computed one run of equal-length sequences at a time.
 prepare = {
     "forward": at_once(partial(sequences.forward, forward)),
     "backward": at_once(partial(sequences.backward, backward)),

@@ -1,4 +1,4 @@
-"""Where the CPU's tiles sum the gradient of a bias."""
+"""Buffers in which the CPU's tiles sum the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tilewise.spec.problem import Problem
 
 
 def is_full(problem: Problem, bias: Tensor) -> bool:
-    """Nothing broadcasts: each element belongs to one score."""
+    """True if no axis broadcasts: each element belongs to one score."""
     return bias.shape == (problem.batch, problem.heads, problem.queries, problem.keys)
 
 
 def empty_dbias(problem: Problem, inputs: Inputs) -> Tensor:
-    """dBias to be written: zeros where something is added to it, or where tiles may be skipped."""
+    """Return a tensor for dBias: zeros if tiles add to it or may be skipped, else uninitialised."""
     assert inputs.bias is not None
-    # A bias by distance may hide tiles that the band does not tell of.
+    # A relative-position bias may hide tiles inside the window.
     whole = problem.mask is None and inputs.parts is None and not band_hides(problem)
     written = is_full(problem, inputs.bias) and whole
     return in_huge_pages(torch.empty_like(inputs.bias)) if written else torch.zeros_like(inputs.bias)
 
 
 def dbias_sum(problem: Problem, place: Tensor, total: Tensor | None, dbias: Tensor) -> Tensor:
-    """Where the rows ``place`` of dBias are gathered: there, or in the tiles' dtype if that is wider and tiles add.
+    """Return the buffer that sums the rows ``place`` of dBias: ``place``, or one in the tiles' wider dtype.
 
-    ``total`` is where the rows before were gathered: the same ones if dBias has a single row.
+    ``total`` is the buffer of the previous rows, reused if possible; if dBias has a single row, it holds their sum.
     """
     dtype = lse_dtype(problem.dtype)
     if dbias.dtype == dtype or is_full(problem, dbias):

@@ -1,10 +1,12 @@
-"""PyTorch's own fused CPU kernel, held to this library's conventions.
+"""PyTorch's fused CPU kernel, adapted to this library's conventions.
 
-It computes the same attention but for five points. It gives a row that sees nothing LSE = 0, which is mended here. It
-lets NaN and infinity in a hidden key or value through: `forward` and `backward` then return None, and the tiles compute
-the call. It copies a bias whose last dimension is strided, which would be a buffer of M x N: None again. Its backward
-makes the probabilities of the LSE alone: None where that `is_coarse`. And it accumulates 16-bit gradients in 16 bits:
-its backward serves float32 and float64 only.
+Five differences are handled here; where `forward` or `backward` returns None, the tiles compute the call instead.
+
+- A fully masked row has LSE = 0: set to -inf here.
+- NaN and infinity in a hidden key or value reach the output: None.
+- A bias with a strided last dimension is copied, an M x N buffer: None.
+- The backward computes probabilities from the LSE alone: None if the LSE `is_coarse`.
+- 16-bit gradients are accumulated in 16 bits: the backward is used for float32 and float64 only.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from tilewise.backends.cpu.parts import band_hides, exp_difference, finite, hide
 from tilewise.spec import reference
 from tilewise.spec.problem import Problem
 
-_CHECKED_ROWS = 256  # rows of the bias that are looked through at a time
+_CHECKED_ROWS = 256  # rows of the bias that are checked at a time
 
 
 def declines(problem: Problem) -> str | None:
-    """Why the kernel does not compute this problem; None if it does."""
+    """Return why the kernel does not support this problem; None if it does."""
     bias, mask, band = problem.bias, problem.mask, problem.score.band
     if problem.score.transformed:
         return "PyTorch's fused kernel has no softcap"
@@ -32,11 +34,11 @@ def declines(problem: Problem) -> str | None:
     if problem.head_dim != problem.value_dim:
         return "PyTorch's fused kernel needs values as wide as keys"
     if band_hides(problem) and (band.lo is not None or band.hi != 0):
-        return "PyTorch's fused kernel knows one band, causal from the top left"
+        return "PyTorch's fused kernel has one window, causal from the top left"
     if problem.group > 1 and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         return "this PyTorch's fused kernel may not know groups of heads"
     if problem.tile_mask is not None:
-        return "PyTorch's fused kernel takes no mask by tiles"
+        return "PyTorch's fused kernel takes no tile mask"
     if problem.parts is not None:
         return "PyTorch's fused kernel takes a bias in one tensor"
     if bias is not None and mask is not None:
@@ -52,7 +54,7 @@ def declines(problem: Problem) -> str | None:
 
 
 def declines_backward(problem: Problem) -> str | None:
-    """Why the kernel's backward does not compute this problem's; None if it does."""
+    """Return why the kernel's backward does not support this problem; None if it does."""
     if problem.bias_grad:
         return "PyTorch's fused kernel has no bias gradient"
     if problem.dtype in (torch.float16, torch.bfloat16):
@@ -61,7 +63,7 @@ def declines_backward(problem: Problem) -> str | None:
 
 
 def forward(problem: Problem, inputs: Inputs) -> Outputs | None:
-    """None if only the tiles can compute the call; `declines` lets the problem pass."""
+    """Compute a forward that `declines` accepts; return None if only the tiles can compute the call."""
     operand = _operand(problem, inputs)
     if operand is None:
         return None
@@ -70,7 +72,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs | None:
         q, k, v, 0.0, operand.causal, attn_mask=operand.additive, scale=problem.score.scale
     )
     if operand.hides and not finite(o):
-        return None  # a NaN or infinity, perhaps from a hidden key or value
+        return None  # NaN or infinity, possibly from a hidden key or value
     lse = lse.contiguous()
     if operand.additive is not None and (lse == 0).any():
         _mark_fully_masked_rows(problem, lse, operand.additive)
@@ -81,7 +83,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs | None:
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients | None:
-    """None if only the tiles can compute the call; `declines_backward` lets the problem pass."""
+    """Compute a backward that `declines_backward` accepts; return None if only the tiles can compute the call."""
     operand = _operand(problem, inputs)
     if operand is None or (operand.hides and not (finite(inputs.k) and finite(inputs.v))):
         return None
@@ -91,9 +93,9 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     q, k, v, do = (_dense_rows(x) for x in (*inputs[:3], cotangents.o))
     lse, fully_masked = outputs.lse, outputs.lse == -torch.inf
     if fully_masked.any():
-        # exp(s - inf) = 0 for any s, where exp(-inf - lse) would be NaN.
+        # exp(s - inf) = 0 for any s; with lse = -inf, exp(-inf - lse) would be NaN.
         lse = lse.masked_fill(fully_masked, torch.inf)
-        if operand.hides:  # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part
+        if operand.hides:  # 0 · NaN = NaN: exclude a fully masked query's values and the gradient of its output
             q, do = (x.masked_fill(fully_masked.unsqueeze(-1), 0.0) for x in (q, do))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, outputs.o, lse, 0.0, operand.causal, attn_mask=operand.additive, scale=problem.score.scale
@@ -104,11 +106,11 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
 
 
 class _Operand(NamedTuple):
-    """Bias, mask and band as the kernel takes them; ``hides``: some query may not see some key."""
+    """Bias, mask and window in the form that the kernel takes."""
 
     additive: Tensor | None  # (B|1, H|1, M|1, N|1)
     causal: bool  # aligned top-left
-    hides: bool
+    hides: bool  # some pair may be hidden
 
 
 def _operand(problem: Problem, inputs: Inputs) -> _Operand | None:
@@ -120,7 +122,7 @@ def _operand(problem: Problem, inputs: Inputs) -> _Operand | None:
         return _Operand(None, causal, causal)
     bias = _unexpanded(inputs.bias)
     if bias.dtype not in _additive_dtypes(problem):
-        bias = bias.to(lse_dtype(problem.dtype))  # it is one row, or `declines` had spoken
+        bias = bias.to(lse_dtype(problem.dtype))  # one row: `declines` rejects a matrix of this dtype
     if bias.shape[2] > 1 and bias.shape[3] > 1 and bias.stride(3) != 1:
         return None
     return _Operand(bias, causal, True)
@@ -132,7 +134,7 @@ def _additive_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
 
 
 def _unexpanded(x: Tensor) -> Tensor:
-    """``x`` with one element in each dimension along which it was expanded."""
+    """Return ``x`` with size 1 in each dimension along which it was expanded."""
     for dim in range(x.dim()):
         if x.stride(dim) == 0:
             x = x.narrow(dim, 0, 1)
@@ -140,7 +142,7 @@ def _unexpanded(x: Tensor) -> Tensor:
 
 
 def _mark_fully_masked_rows(problem: Problem, lse: Tensor, additive: Tensor) -> None:
-    """Set LSE = -inf in the rows that see nothing: the kernel gives them LSE = 0."""
+    """Set LSE = -inf in fully masked rows: the kernel sets LSE = 0 there."""
     additive = additive.expand(problem.batch, problem.heads, problem.queries, problem.keys)
     cols = torch.arange(problem.keys, device=lse.device)
     for rows in (lse == 0).nonzero().split(_CHECKED_ROWS):
@@ -150,9 +152,11 @@ def _mark_fully_masked_rows(problem: Problem, lse: Tensor, additive: Tensor) -> 
 
 
 def _share_with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """The LSE with the sink in it; o, in its place, gets what the sink leaves of each row. In 16 bits o is rounded once
-    more than in the tiles, which is less than what the kernel's own 16-bit probabilities cost."""
-    exact = lse.double()  # a difference of two large numbers
+    """Return the LSE including the sink, and scale o in place by the remaining probability of each row.
+
+    A 16-bit o is rounded once more than in the tiles: a smaller error than that of the kernel's 16-bit probabilities.
+    """
+    exact = lse.double()  # for a difference of two large numbers
     with_sink = torch.logaddexp(exact, sink.double())
     left = exp_difference(exact, with_sink).unsqueeze(-1).to(lse.dtype)
     if o.dtype == lse.dtype:
@@ -164,7 +168,7 @@ def _share_with_sink(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """``x`` with the rows the kernel takes for granted: contiguous and not overlapping."""
+    """Return ``x`` with contiguous rows that do not overlap, as the kernel assumes without a check."""
     dense = (x.stride(3) == 1 or x.shape[3] == 1) and (x.stride(2) >= x.shape[3] or x.shape[2] == 1)
     return x if dense else x.contiguous()
 

@@ -1,8 +1,8 @@
-"""Divide the backward of a call into jobs that run at once, and add up what several of them sum.
+"""Division of a call's backward into jobs that run concurrently, and the addition of their partial sums.
 
-Heads that add to the same elements of a gradient are a group, and groups have nothing to do with each other. Where they
-are too few for the workers, the jobs of a group have blocks of rows in turn, and its heads too if those are not enough.
-Then each job has sums of its own, which are added in the order of the jobs: equal inputs give equal bits.
+Heads that add to the same elements of a gradient are a group; groups are independent. With fewer groups than workers,
+a group's blocks of rows, and then its heads, are divided among several jobs. Each job then has its own partial sums,
+which are added in the order of the jobs, so that results are deterministic.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ from torch import Tensor
 from tilewise.backends import Gradients
 
 Heads = tuple[slice, slice]  # batches and key/value heads, as many as share a tile
-BY_ROWS = ("rows", "query")  # bias parts whose rows belong to queries
-LARGEST_SUM = 1 << 20  # elements of a bias part's gradient of which several jobs may have sums of their own
+BY_ROWS = ("rows", "query")  # bias components whose rows belong to queries
+LARGEST_SUM = 1 << 20  # elements of a bias component's gradient, at most, for partial sums in several jobs
 
 
 class Job(NamedTuple):
-    """Blocks of rows ``turn, turn + turns, ...`` of some heads. ``shared``: other heads that add to the same elements
-    of a gradient are in other jobs."""
+    """Blocks of rows ``turn, turn + turns, ...`` of some heads."""
 
     heads: list[Heads]
     turn: int
     turns: int
-    shared: bool = False
+    shared: bool = False  # heads in other jobs add to the same elements of a gradient
 
     def of(self, blocks: list[slice]) -> list[slice]:
-        """Return its own of the blocks of all rows."""
+        """Return the job's blocks among the blocks of all rows."""
         return blocks[self.turn :: self.turns]
 
 
 def groups(heads: Iterable[Heads], gradients: Iterable[Tensor]) -> list[list[Heads]]:
-    """Gather the heads that add to the same elements of one of ``gradients``, (B|1, H|Hkv|1, ...)."""
+    """Group the heads that add to the same elements of one of ``gradients``, (B|1, H|Hkv|1, ...)."""
     by_batch, by_head = True, True
     for x in gradients:
         by_batch, by_head = by_batch and x.shape[0] > 1, by_head and x.shape[1] > 1
@@ -47,7 +46,7 @@ def groups(heads: Iterable[Heads], gradients: Iterable[Tensor]) -> list[list[Hea
 
 
 def turns(groups: int, blocks: int, workers: int) -> int:
-    """Return in how many turns to take the blocks of rows of each group, so that no worker waits for long."""
+    """Return among how many jobs to divide the blocks of rows of each group, so that workers are rarely idle."""
     most = min(blocks, -(-2 * workers // groups))
     return next((n for n in range(1, most) if groups * n >= 0.8 * workers * -(-groups * n // workers)), most)
 
@@ -55,10 +54,10 @@ def turns(groups: int, blocks: int, workers: int) -> int:
 def pieces(
     heads: list[Heads], blocks: int, workers: int, dbias: Tensor | None, sums: Mapping[str, Tensor]
 ) -> list[list[Job]]:
-    """Return for each piece of a group of heads the jobs of each turn.
+    """Divide each group of heads into pieces; return for each piece the jobs of its turns.
 
-    Jobs have sums of their own of what they share: dK and dV, and the gradients of bias parts (``sums``, by their
-    names) that are not large. Of a shared dBias a job has one block of rows.
+    Jobs have partial sums of shared gradients: dK, dV and those of bias components (``sums``, by name) that are not
+    large. Of a shared dBias a job sums one block of rows.
     """
     found = groups(heads, sums.values() if dbias is None else (dbias, *sums.values()))
     large = [name for name, x in sums.items() if x.numel() > LARGEST_SUM]
@@ -74,7 +73,7 @@ def _divided(group: list[Heads], turns: int, pieces: int) -> list[list[Job]]:
 
 
 class KeyTiles(NamedTuple):
-    """dK and dV of some heads so far, tile by tile, (T, cols, D); None: nothing yet."""
+    """Partial sums of dK and dV of some heads, a (T, cols, D) tensor for each tile; None is 0."""
 
     kv: Heads
     dk: list[Tensor | None]
@@ -82,13 +81,13 @@ class KeyTiles(NamedTuple):
 
 
 class Sums:
-    """What a job has for places, views of gradients, to which other jobs add too."""
+    """Partial sums of a job for views of gradients to which other jobs add too."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
     def of(self, name: str, place: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the job's own sum for ``place`` in the gradient ``name``, 0 at first."""
+        """Return the job's partial sum for the view ``place`` of the gradient ``name``, initially 0."""
         key = (name, int(place.storage_offset()))
         if key not in self.found:
             self.found[key] = place, place.new_zeros(place.shape, dtype=dtype)
@@ -96,14 +95,14 @@ class Sums:
 
 
 class Found(NamedTuple):
-    """What a job has that waits for other jobs: of each of its heads dK and dV, and other sums."""
+    """Partial sums of a job: dK and dV of each of its heads, and the other gradients."""
 
     keys: list[KeyTiles]
     sums: Sums
 
 
 def puts(found: list[list[Found]], want: Gradients, cols: int) -> list[Callable[[], None]]:
-    """Return what writes the sums of all jobs to their places; ``found``: of each piece the jobs of its turns."""
+    """Return functions that add and write the partial sums of all jobs. ``found``: results by piece and turn."""
     places: dict[tuple[str, int], tuple[Tensor, list[Tensor]]] = {}
     for job in (x for turns in found for x in turns):
         for key, (place, x) in job.sums.found.items():
@@ -115,12 +114,12 @@ def puts(found: list[list[Found]], want: Gradients, cols: int) -> list[Callable[
 
 
 def put_sum(place: Tensor, sums: list[Tensor]) -> None:
-    """Write the sum of ``sums``, in their order."""
+    """Write the total of ``sums``, added in order, to ``place``."""
     place.copy_(_total(sums))
 
 
 def put_keys(want: Gradients, cols: int, parts: Sequence[KeyTiles]) -> None:
-    """Write dK and dV of some heads, the sums of ``parts``, which have different rows."""
+    """Write dK and dV of some heads: the sums of ``parts``, each of other rows."""
     for x, of_parts in ((want.k, [part.dk for part in parts]), (want.v, [part.dv for part in parts])):
         if x is None:
             continue

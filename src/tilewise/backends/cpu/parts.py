@@ -1,4 +1,4 @@
-"""What the tiles are made of: a fast product, the exponential of a difference, -inf for what is hidden."""
+"""Operations on tiles: a fast matrix product, the exponential of a difference, masking with -inf."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ HUGE_PAGE = 1 << 21  # bytes
 
 
 def product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
-    """``start + a @ b`` for tiles (T, m, k), (T, k, n) and (T, m, n), in the place of ``start``.
+    """Return ``start + a @ b``, in place of ``start``, for tiles (T, m, k), (T, k, n) and (T, m, n).
 
-    `torch.baddbmm` calls MKL, which on an Intel CPU is a little faster than oneDNN and on an AMD CPU takes twice as
-    long; there a large float32 tile goes through oneDNN. oneDNN first compiles a kernel for each shape, in the time of
-    two such products.
+    `torch.baddbmm` calls MKL, which is a little faster than oneDNN on Intel CPUs and half as fast on AMD. There large
+    float32 tiles use oneDNN, which compiles a kernel for each shape in the time of two such products.
     """
     large = a.shape[0] == 1 and a.shape[1] * a.shape[2] * b.shape[2] >= LARGE_PRODUCT
     if large and a.dtype == torch.float32 and _prefers_onednn():
@@ -45,37 +44,36 @@ def _prefers_onednn() -> bool:
 
 
 def _is_intel() -> bool:
-    """As Linux tells; False where there is no /proc/cpuinfo."""
+    """True if /proc/cpuinfo names an Intel CPU; False without this file."""
     path = Path("/proc/cpuinfo")
     return path.exists() and "GenuineIntel" in path.read_text()
 
 
 @cache
 def keep_freed_tiles() -> None:
-    """Let glibc keep the memory of freed tiles, so that a new tile is not made of fresh, zeroed pages each time.
+    """Make glibc keep the memory of freed tiles, so that new tiles do not take fresh, zeroed pages.
 
-    A freed block raises the size below which glibc serves blocks from its heap; this one is never touched.
+    Freeing a block raises the size below which glibc allocates from its heap; this block is never written.
     """
     torch.empty(1 << 24, dtype=torch.uint8, device="cpu")
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
-    """``x``, fresh and large, of which Linux is asked to make it of huge pages: making small ones takes longer than
-    writing them."""
+    """Return ``x``, a new tensor; ask Linux for huge pages if it is large. Faults of small pages take too long."""
     first = -x.data_ptr() % mmap.PAGESIZE
     size = (x.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform == "linux" and size >= HUGE_PAGE:
-        libc = ctypes.CDLL(None)  # advice that is not taken changes nothing
+        libc = ctypes.CDLL(None)  # madvise is only a hint
         libc.madvise(ctypes.c_void_p(x.data_ptr() + first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
     return x
 
 
 def exp_difference(s: Tensor, row: Tensor) -> Tensor:
-    """``exp(s - row)``, in the place of ``s``; a row at -inf (nothing seen so far) gives 0.
+    """Return ``exp(s - row)`` in place of ``s``; 0 where row = -inf (nothing visible so far).
 
-    In base 2, since `torch.exp` takes four times as long as `torch.exp2` here; the change of base costs no pass. Only
-    where a row is so large that 1 more is lost in its rounding, as one whose keys all have a bias of -1e9, it does: the
-    product ``row * LOG2E`` would be rounded by more than the difference.
+    It uses base 2: `torch.exp` takes four times as long as `torch.exp2` here, and the change of base needs no pass of
+    its own. It does need one for huge rows, as with a bias of -1e9 at all keys: there rounding ``row * LOG2E`` costs
+    more than the difference.
     """
     row = row.masked_fill(row == -torch.inf, 0.0)
     if _is_huge(row):
@@ -84,8 +82,10 @@ def exp_difference(s: Tensor, row: Tensor) -> Tensor:
 
 
 def exp_of_maxima(old: Tensor, new: Tensor) -> Tensor:
-    """``exp(old - new)``, where both have been subtracted by `exp_difference`: by what it has rounded them to, so that
-    tiles before and after fit, and exactly 1 where a maximum stays."""
+    """Return ``exp(old - new)`` of maxima, rounded as `exp_difference` rounds them.
+
+    So it fits the tiles before and after, and is exactly 1 where the maximum stays.
+    """
     new = new.masked_fill(new == -torch.inf, 0.0)
     if _is_huge(new):
         return old.sub(new).mul_(LOG2E).exp2_()
@@ -93,19 +93,19 @@ def exp_of_maxima(old: Tensor, new: Tensor) -> Tensor:
 
 
 def minus_delta(outputs: Outputs, cotangents: Outputs) -> Tensor:
-    """``dLSE - rowsum(dO∘O)`` of every row, (B, H, M), in the dtype of the LSE."""
+    """Return ``dLSE - rowsum(dO∘O)``, (B, H, M), in the LSE's dtype."""
     dtype = lse_dtype(outputs.o.dtype)
     found = (cotangents.o.to(dtype) * with_low_bits(outputs.o, outputs.o_low)).sum(-1).neg_()
     return found if cotangents.lse is None else found.add_(cotangents.lse)
 
 
 def is_coarse(lse: Tensor) -> bool:
-    """True if exp(s - lse) is off by more than 2^-18 (float32), the spacing of numbers of the size of some lse."""
+    """True if some abs(lse) > 64: the rounding of such a float32 changes exp(s - lse) by up to 2^-18 and more."""
     return _exceeds(lse.masked_fill(lse == -torch.inf, 0.0), 64.0)
 
 
 def _is_huge(row: Tensor) -> bool:
-    """True if 1 more is lost in the rounding of some element."""
+    """True if x + 1 may round to x for some element x."""
     return _exceeds(row, 1 / torch.finfo(row.dtype).eps)
 
 
@@ -114,9 +114,9 @@ def _exceeds(row: Tensor, limit: float) -> bool:
 
 
 def hide(s: Tensor, visible: Tensor) -> Tensor:
-    """``where(visible, s, -inf)`` for float32 or float64, in the place of ``s``; ``visible`` broadcasts.
+    """Return ``where(visible, s, -inf)`` for float32 or float64, in place of ``s``; ``visible`` broadcasts.
 
-    By bits: `torch.where` branches at each element and takes ten times as long on an irregular mask.
+    It operates on bits: `torch.where` branches per element and takes ten times as long with an irregular mask.
     """
     integer, mantissa_bits = (torch.int64, 52) if s.dtype == torch.float64 else (torch.int32, 23)
     keep = visible.to(integer).neg_()  # every bit where visible, none elsewhere
@@ -126,10 +126,10 @@ def hide(s: Tensor, visible: Tensor) -> Tensor:
 
 
 def finite(x: Tensor) -> bool:
-    """There is no NaN or infinity in ``x``. May be False for huge numbers too, whose sum overflows; takes one pass."""
+    """True if ``x`` has no NaN or infinity; may also be False if its sum overflows. Takes one pass."""
     return bool(x.sum(dtype=lse_dtype(x.dtype)).isfinite())
 
 
 def band_hides(problem: Problem) -> bool:
-    """The band hides some key from some query."""
+    """True if the causal or local window hides some key from some query."""
     return visible_pairs(problem.queries, problem.keys, problem.score.band) < problem.queries * problem.keys

@@ -1,11 +1,10 @@
 """Attention tile by tile in plain torch: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2, with bias and masks.
 
-A tile holds scores in float32 (float64 for float64 inputs), whatever the inputs' dtype, and so do all sums. No buffer
-grows with M·N. The query heads of a group are stacked as rows of one tile, so that K and V are never repeated, and
-several key/value heads share a tile when the sequences are short.
+Scores and sums are float32 (float64 for float64 inputs). No buffer grows with M·N. The query heads of a group are
+stacked as rows of one tile, so K and V are never repeated; for short sequences several key/value heads share a tile.
 
-A plain product lets NaN and infinity in a hidden value through (0 · nan = nan). So it is tried first, and where it
-gives something that is not finite, careful tiles, several times slower, find out what was visible.
+NaN and infinity in a hidden value pass through a plain product (0 · nan = nan). If the result of the plain product is
+not finite, it is recomputed with careful tiles, which exclude hidden values and are several times slower.
 """
 
 from __future__ import annotations
@@ -39,56 +38,56 @@ from tilewise.spec.relative import tile as relative_tile
 from tilewise.spec.rounding import low_bits, with_low_bits
 from tilewise.spec.tiles import key_tiles, limits
 
-# A float32 tile of this size is the 1 MiB that a core's own cache holds; more threads share a higher tile.
+# A float32 tile of this size is 1 MiB, which fits a core's private cache; several threads share a taller tile.
 BLOCK_M, BLOCK_N, MAX_BLOCK_M = 512, 512, 2048
-SMALL = 1 << 16  # scores: for fewer it takes as long to wake a worker
+SMALL = 1 << 16  # scores per worker at least: fewer take as long as waking a worker
 
 
 class Tiling(NamedTuple):
-    """``heads`` key/value heads (T), ``rows`` queries of each query head of their groups, ``cols`` keys."""
+    """Size of a tile."""
 
-    heads: int
-    rows: int
-    cols: int
+    heads: int  # key/value heads (T)
+    rows: int  # queries of each query head in their groups
+    cols: int  # keys
 
 
 def tiling(problem: Problem) -> Tiling:
     block_m = min(BLOCK_M * workers.threads_each(), MAX_BLOCK_M)
     most_rows, most_cols, alike = max(block_m // problem.group, 1), BLOCK_N, problem.batch * problem.kv_heads
     mask, of = problem.mask, problem.tile_mask
-    if mask is not None and of is not None:  # a larger tile is hidden less often; heads with the same mask share one
+    if mask is not None and of is not None:  # larger tiles are less often empty; heads must have the same mask
         most_rows, most_cols = min(most_rows, of.block_m), min(most_cols, of.block_n)
         alike = 1 if mask.heads > 1 else problem.kv_heads if mask.batch > 1 else alike
     rows, cols = min(most_rows, problem.queries), min(most_cols, problem.keys)
     size = problem.group * rows * cols
     heads = 1 if size >= BLOCK_M * BLOCK_N else max(block_m * BLOCK_N // size, 1)
     every, parts = problem.batch * problem.kv_heads, _parts(problem)
-    heads = min(heads, alike, -(-every // parts))  # a tile for each worker: of fewer heads, or of fewer rows
+    heads = min(heads, alike, -(-every // parts))  # a tile for each worker: with fewer heads, else with fewer rows
     if of is None and every < parts:
         rows = min(rows, -(-problem.queries * every // parts))
     return Tiling(heads, rows, cols)
 
 
 def _parts(problem: Problem) -> int:
-    """Return for how many workers the problem has enough scores."""
+    """Return the number of workers for which the problem has enough scores."""
     scores = problem.batch * problem.heads * problem.queries * problem.keys
     return max(min(workers.count(), scores // SMALL), 1)
 
 
 class _TiledCall(NamedTuple):
-    """What all heads of a call share. ``stream``: the words of dropout, (B, Hkv, G, 1, 1)."""
+    """Properties of a call that all heads share."""
 
     problem: Problem
     inputs: Inputs
     size: Tiling
-    stream: dropout.Stream | None
+    stream: dropout.Stream | None  # Philox words of dropout, (B, Hkv, G, 1, 1)
 
     @classmethod
     def of(cls, problem: Problem, inputs: Inputs) -> _TiledCall:
         return cls(problem, inputs, tiling(problem), _stream(problem, inputs.seed))
 
     def all_heads(self) -> list[Heads]:
-        """(batches, key/value heads), as many as share a tile: of one batch, or all heads of several batches."""
+        """Return the heads of each tile: some heads of one batch element, or all heads of several."""
         B, Hkv, T = self.problem.batch, self.problem.kv_heads, self.size.heads
         batches, heads = max(T // Hkv, 1), min(T, Hkv)
         return [
@@ -139,7 +138,7 @@ def _forward_job(call: _TiledCall, outputs: Outputs, job: Job) -> None:
 
 
 def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """O, m and l of a block of rows: Algorithm 1, whose lines the comments number."""
+    """Return O, m and l of a block of rows. Comments number the lines of Algorithm 1."""
     q = heads.rows(heads.inputs.q, rows) * heads.problem.score.scale  # 4
     m_i = q.new_full((*q.shape[:2], 1), -torch.inf)  # 5
     l_i = torch.zeros_like(m_i)
@@ -152,24 +151,24 @@ def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, 
         l_i = alpha * l_i + p.sum(-1, keepdim=True)
         acc = heads.weighted_sum(heads.with_dropout(p, tile), heads.v[tile.j], tile, alpha * acc)  # 10
         m_i = m_new
-    if heads.inputs.sink is not None:  # one more score, and no value
+    if heads.inputs.sink is not None:  # one more score without a value
         sink = heads.sink(rows)
         m_new = torch.maximum(m_i, sink)
         alpha = exp_of_maxima(m_i, m_new)
-        l_i = alpha * l_i + exp_difference(sink.clone(), m_new)  # it may be the caller's own memory
+        l_i = alpha * l_i + exp_difference(sink.clone(), m_new)  # sink may be the caller's memory
         acc, m_i = acc.mul_(alpha), m_new
-    l_i.masked_fill_(l_i == 0, 1.0)  # rows that see nothing: O = 0, LSE = -inf
+    l_i.masked_fill_(l_i == 0, 1.0)  # fully masked rows: O = 0, LSE = -inf
     return acc / l_i, m_i, l_i  # 12
 
 
 class _Backward(NamedTuple):
-    """What the backward has besides, and where its gradients go."""
+    """Arguments and gradient buffers of a backward."""
 
     call: _TiledCall
     outputs: Outputs
     cotangents: Outputs
     want: Gradients
-    part_sums: dict[str, Tensor]
+    part_sums: dict[str, Tensor]  # see `_part_sums`
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
@@ -214,7 +213,7 @@ def _backward_job(work: _Backward, job: Job) -> Found:
 
 
 def _part_sums(problem: Problem, inputs: Inputs, needs: Needs) -> dict[str, Tensor]:
-    """By the names of those parts that need a gradient, where it is summed: in the tiles' dtype."""
+    """Return buffers of the bias components' gradients that are required, by name, in the tiles' dtype."""
     if inputs.parts is None:
         return {}
     dtype = lse_dtype(problem.dtype)
@@ -222,7 +221,7 @@ def _part_sums(problem: Problem, inputs: Inputs, needs: Needs) -> dict[str, Tens
 
 
 class _Part:
-    """Some heads in a job of the backward. ``sums``: where the gradients of bias parts are summed, by their names."""
+    """Heads of one tile in a job of the backward. ``sums``: gradient buffers of the bias components, by name."""
 
     def __init__(self, work: _Backward, job: Job, kv: Heads, sums: Sums) -> None:
         self.heads = _Heads(work.call, kv)
@@ -238,7 +237,7 @@ class _Part:
 def _attend_backward(
     part: _Part, rows: slice, outputs: Outputs, cotangents: Outputs, want: Gradients, dbias: Tensor | None
 ) -> None:
-    """Gradients of a block of rows: Algorithm 2 with its loops exchanged, so that dQ too is written once."""
+    """Add the gradients of a block of rows: Algorithm 2 with exchanged loops, so that dQ too is written once."""
     heads, (_, dk, dv) = part.heads, part.tiles
     scale = heads.problem.score.scale
     q = heads.rows(heads.inputs.q, rows) * scale
@@ -246,11 +245,11 @@ def _attend_backward(
     lse, delta = heads.row_terms(outputs, cotangents, rows)
     row, total, fully_masked = lse, None, None
     if heads.hides and (lse == -torch.inf).any():
-        # 0 · NaN: what a fully masked query holds, and the gradient of its output, take no part.
+        # 0 · NaN = NaN: exclude a fully masked query's values and the gradient of its output.
         fully_masked = lse == -torch.inf
         q, do = q.masked_fill(fully_masked, 0.0), do.masked_fill(fully_masked, 0.0)
     if is_coarse(lse):
-        # The rounding of m + log(l) is an error of every P; where all keys have a bias of -1e9 only m is left of it.
+        # Rounding m + log(l) changes every P; with a bias of -1e9 at all keys it removes log(l). So recompute m and l.
         _, row, total = _attend(heads, rows, part.careful)
     q_t, do_t = (x.mT.contiguous() if x.shape[0] == 1 else None for x in (q, do))
     dq = None
@@ -283,10 +282,10 @@ def _attend_backward(
 
 
 def _add_over_rows(total: Tensor | None, p: Tensor, x: Tensor, x_t: Tensor | None) -> Tensor:
-    """``total + p.mT @ x``, (T, cols, D), in the place of ``total``.
+    """Return ``total + p.mT @ x``, (T, cols, D), in place of ``total``.
 
-    A large product is fastest when its first factor is contiguous along the sum: then ``x_t`` is ``x`` transposed in
-    memory, and the sum lies so too. Of several small ones transposing takes longer than it saves.
+    A large product is fastest if its first factor is contiguous along the summed axis: then ``x_t`` is ``x`` transposed
+    in memory, and the result is transposed too. For batches of small products transposing does not pay.
     """
     if x_t is None:
         return product(p.mT, x, total)
@@ -294,22 +293,19 @@ def _add_over_rows(total: Tensor | None, p: Tensor, x: Tensor, x_t: Tensor | Non
 
 
 class _Tile(NamedTuple):
-    """Tile ``j`` of some rows. ``visible`` broadcasts to (batches, heads, G, rows, cols); None: every pair is.
-
-    When ``careful``, ``visible`` is always given, and a bias of -inf hides like a mask.
-    """
+    """Tile of scores that is visited."""
 
     rows: slice
-    j: int
-    visible: Tensor | None
-    careful: bool
+    j: int  # number of the tile of keys
+    visible: Tensor | None  # broadcasts to (batches, heads, G, rows, cols); None: all pairs are visible
+    careful: bool  # ``visible`` is always given, and excludes a bias of -inf too
 
 
 class _Heads:
-    """T key/value heads with the G query heads of each one's group: their part of the inputs, tile by tile.
+    """Inputs of T key/value heads and the G query heads of each one's group, tile by tile.
 
-    A tile of scores is (T, R, cols), R = G·rows: the queries of a group's heads, one head after the other. A tile of q
-    or do is (T, R, D), one of k or v (T, cols, D).
+    A tile of scores is (T, R, cols), R = G·rows: the queries of a group's heads, head after head. A tile of q or do is
+    (T, R, D), a tile of k or v (T, cols, D).
     """
 
     def __init__(self, call: _TiledCall, kv: Heads) -> None:
@@ -329,7 +325,7 @@ class _Heads:
         self.hides = self.band_hides or not shows_all
 
     def _parts(self) -> tuple[dict[str, Tensor], dict[str, Relative]]:
-        """Of these heads what is added to the scores beside the bias: along the keys or queries, and by distance."""
+        """Return these heads' bias components: vectors along keys or queries, and relative-position biases."""
         parts, score = self.inputs.parts, self.problem.score
         if parts is None:
             return {}, {}
@@ -340,7 +336,7 @@ class _Heads:
         return {name: self.of_heads(x) for name, x in parts.vectors()}, relatives
 
     def _tile_states(self) -> list[list[int]] | None:
-        """What a mask by tiles leaves of each tile, where its tiles are those of here: read at once, not one by one."""
+        """Return the state of each tile, read from the tile mask at once; None if its tiles have another size."""
         x, p = self.inputs.tiles, self.problem
         if x is None or x.tiles is None or (self.tiling.rows, self.tiling.cols) != (
             min(x.block[0], p.queries), min(x.block[1], p.keys)
@@ -353,22 +349,22 @@ class _Heads:
         return [block.flatten(0, 1).to(self.dtype).contiguous() for block in blocks]
 
     def _row_block(self, x: Tensor, rows: slice) -> Tensor:
-        """View of (B, H, M, ...) as (batches, heads, G, rows, ...)."""
+        """View these heads' and rows' elements of (B, H, M, ...) as (batches, heads, G, rows, ...)."""
         return x.unflatten(1, (self.problem.kv_heads, self.problem.group))[(*self.kv, slice(None), rows)]
 
     def rows(self, x: Tensor, rows: slice, low: Tensor | None = None) -> Tensor:
-        """The tile of q, o or do; of what was rounded to 16 bits with the bits that this took."""
+        """Return the tile of q, o or do, (T, R, D). low: `Outputs.o_low`, to undo the rounding of a 16-bit o."""
         tile, low = (None if y is None else self._row_block(y, rows).flatten(2, 3).flatten(0, 1) for y in (x, low))
         assert tile is not None
         return with_low_bits(tile, low).to(self.dtype).contiguous()
 
     def sink(self, rows: slice) -> Tensor:
-        """(T, R, 1); a view where it can be."""
+        """Return the tile of the sink, (T, R, 1), a view if possible."""
         assert self.inputs.sink is not None
         return self.rows(self.inputs.sink.expand(self.inputs.q.shape[:3]).unsqueeze(-1), rows)
 
     def put_rows(self, x: Tensor, rows: slice, tile: Tensor | None) -> None:
-        """Write a tile to (B, H, M, D), or (T, R, 1) to (B, H, M); None: zeros."""
+        """Write a tile (T, R, D) to (B, H, M, D), or (T, R, 1) to (B, H, M); zeros for None."""
         place = self._row_block(x, rows)
         if tile is None:
             place.zero_()
@@ -376,7 +372,7 @@ class _Heads:
             place.copy_(tile.view(place.shape))
 
     def row_terms(self, outputs: Outputs, cotangents: Outputs, rows: slice) -> tuple[Tensor, Tensor]:
-        """LSE and ``D = rowsum(dO∘O) - dLSE``, (T, R, 1); a row that sees nothing has no gradient: its D is 0."""
+        """Return the LSE and ``D = rowsum(dO∘O) - dLSE``, (T, R, 1); D = 0 in fully masked rows."""
         assert outputs.lse is not None
         lse = self.rows(outputs.lse.unsqueeze(-1), rows)
         delta = (self.rows(cotangents.o, rows) * self.rows(outputs.o, rows, outputs.o_low)).sum(-1, keepdim=True)
@@ -385,7 +381,7 @@ class _Heads:
         return lse, delta.masked_fill_(lse == -torch.inf, 0.0)
 
     def tiles(self, rows: slice, careful: bool) -> Iterator[_Tile]:
-        """The tiles of which ``rows`` may see something."""
+        """Yield the tiles that ``rows`` may see."""
         band, step = self.problem.score.band, self.tiling.cols
         lo, hi = limits(band)
         begin, full_begin, full_end, end = key_tiles(
@@ -397,7 +393,7 @@ class _Heads:
                 state, visible = self._of_tile_mask(self.inputs.tiles, rows, j)
             elif self.inputs.mask is not None:
                 visible = self._operand_tile(self.inputs.mask, rows, j)
-                least, most = visible.view(torch.uint8).aminmax()  # far faster than all() and any()
+                least, most = visible.view(torch.uint8).aminmax()  # much faster than all() and any()
                 state = visibility.WHOLE if least else visibility.MIXED if most else visibility.HIDDEN
             if not visibility.visited(j, begin, end, state):
                 continue
@@ -417,7 +413,7 @@ class _Heads:
             yield _Tile(rows, j, visible, careful)
 
     def _of_tile_mask(self, x: TileTensors, rows: slice, j: int) -> tuple[int, Tensor | None]:
-        """What it leaves of a tile for these heads, and which pairs of one that is mixed."""
+        """Return the state of a tile under a tile mask, and the visible pairs if it is partial."""
         assert x.tiles is not None
         state = None if self.tile_states is None else self.tile_states[rows.start // self.tiling.rows][j]
         if state in (visibility.HIDDEN, visibility.WHOLE):
@@ -435,7 +431,7 @@ class _Heads:
         return any(tile_kind(x, rows, self._keys(j)) == "hidden" for x in self.relatives.values())
 
     def _part_tiles(self, rows: slice, j: int) -> Iterator[Tensor]:
-        """What the parts add to a tile of scores; each broadcasts to (batches, heads, G, rows, cols)."""
+        """Yield the bias components' tiles; each broadcasts to (batches, heads, G, rows, cols)."""
         for x in self.vectors.values():
             yield self._cols(self._rows_of(x, rows), j)
         for relative in self.relatives.values():
@@ -444,26 +440,23 @@ class _Heads:
                 yield found
 
     def _keys(self, j: int) -> slice:
-        """The keys of tile ``j``."""
+        """Return the keys of tile ``j``."""
         begin = j * self.tiling.cols
         return slice(begin, begin + self.k[j].shape[1])
 
     def operand_rows(self, x: Tensor, rows: slice) -> Tensor:
-        """View of what a bias, mask or bias gradient has for these heads and rows; broadcast axes have size 1.
-
-        (batches, heads, G, rows, N).
-        """
+        """View a bias, mask or bias gradient as (batches, heads, G, rows, N); broadcast axes have size 1."""
         x = self._by_group(x)
-        where = (*self.kv, slice(None), rows)  # one view: a second one takes as long as the product of a small tile
+        where = (*self.kv, slice(None), rows)  # one view: a second one takes as long as a small tile's product
         return x[tuple(slice(None) if size == 1 else part for part, size in zip(where, x.shape[:4], strict=True))]
 
     def _by_group(self, x: Tensor) -> Tensor:
-        """View of (B|1, H|Hkv|1, ...) as (B|1, Hkv|1, G|1, ...)."""
+        """View (B|1, H|Hkv|1, ...) as (B|1, Hkv|1, G|1, ...)."""
         p = self.problem
         return x.unflatten(1, (p.kv_heads, p.group)) if x.shape[1] == p.heads else x.unsqueeze(2)
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """View of what (B|1, H|Hkv|1, ...) has for these heads: (batches, heads, G, ...), 1 where it broadcasts."""
+        """View these heads' elements of (B|1, H|Hkv|1, ...) as (batches, heads, G, ...), size 1 on broadcast axes."""
         x = self._by_group(x)
         return x[tuple(slice(None) if size == 1 else part for part, size in zip(self.kv, x.shape[:2], strict=True))]
 
@@ -471,22 +464,21 @@ class _Heads:
         return x if x.shape[3] == 1 else x[:, :, :, rows]
 
     def _cols(self, x: Tensor, j: int) -> Tensor:
-        """The columns of tile ``j``."""
+        """Return the columns of tile ``j``."""
         return x if x.shape[-1] == 1 else x[..., j * self.tiling.cols : (j + 1) * self.tiling.cols]
 
     def _operand_tile(self, x: Tensor, rows: slice, j: int) -> Tensor:
-        """The part of a bias or mask that belongs to a tile of scores."""
+        """View the tile of a bias or mask."""
         return self._cols(self.operand_rows(x, rows), j)
 
     def _over_heads(self, tile: Tensor) -> Tensor:
-        """View of a tile of scores as (batches, heads, G, rows, cols)."""
+        """View a tile of scores as (batches, heads, G, rows, cols)."""
         return tile.view(*self.grid, -1, tile.shape[-1])
 
     def score_tile(self, q: Tensor, tile: _Tile) -> tuple[Tensor, Tensor | None]:
-        """Scores for q times the scale, -inf where hidden; and those before the bias, where it waits for a transform.
+        """Return the scores, -inf where hidden, and with a softcap also the scores before the bias. q: times the scale.
 
-        The order is that of the pipeline: product, softcap, bias, mask. Without a transform the bias comes first: the
-        product is accumulated onto it.
+        The order is product, softcap, bias, mask. Without a softcap the product is accumulated onto the bias.
         """
         k, score, transformed, start = self.k[tile.j], self.problem.score, None, None
         if self.inputs.bias is not None:
@@ -510,8 +502,7 @@ class _Heads:
     def score_tile_gradient(
         self, p: Tensor, dp: Tensor, delta: Tensor, transformed: Tensor | None, tile: _Tile
     ) -> tuple[Tensor, Tensor]:
-        """`score_tile` backwards, the softmax first: dS with respect to scale · q·k, and to the biased score, in the
-        place of ``dp``."""
+        """Return the gradients with respect to scale · q·k and to the biased score, the latter in place of ``dp``."""
         db = self.only_visible(dp.sub_(delta).mul_(p), tile)  # reference.softmax_derivative
         if transformed is None:
             return db, db
@@ -519,14 +510,14 @@ class _Heads:
         return (db if slope is None else self.only_visible(db * slope, tile)), db
 
     def only_visible(self, x: Tensor, tile: _Tile) -> Tensor:
-        """``x`` with 0 at hidden pairs of a careful tile; in any other they are 0 or finite."""
+        """Set ``x`` to 0 at the hidden pairs of a careful tile; in other tiles they are 0 or finite already."""
         if not tile.careful or tile.visible is None:
             return x
-        # No view: of what is visible in the memory order of a transposed mask the result may have that order.
+        # reshape, not view: the result may have the memory order of a transposed mask.
         return torch.where(tile.visible, self._over_heads(x), 0.0).reshape(x.shape)
 
     def kept(self, tile: _Tile) -> Tensor | None:
-        """What dropout multiplies a tile of probabilities by, (T, R, cols); None where there is none."""
+        """Return dropout's factors of a tile of probabilities, (T, R, cols); None without dropout."""
         if self.stream is None:
             return None
         threshold, at = self.problem.score.dropout, self.problem.score.origin
@@ -535,17 +526,17 @@ class _Heads:
             for x, first in ((tile.rows, at.query), (self._keys(tile.j), at.key))
         )  # fmt: skip
         found = dropout.kept_tile(self.stream, rows, keys, threshold)
-        # As bytes: to convert bools takes four times as long.
+        # Convert as bytes: bools take four times as long.
         found = found.view(torch.uint8).to(self.dtype).mul_(dropout.weight(threshold))
         return found.flatten(2, 3).flatten(0, 1)
 
     def with_dropout(self, p: Tensor, tile: _Tile) -> Tensor:
-        """In the place of ``p``."""
+        """Apply dropout to a tile of probabilities, in place."""
         z = self.kept(tile)
         return p if z is None else p.mul_(z)
 
     def weighted_sum(self, p: Tensor, x: Tensor, tile: _Tile, start: Tensor | None) -> Tensor:
-        """``start + p @ x`` in the place of ``start``; in a careful tile a hidden pair adds nothing, not even NaN."""
+        """Return ``start + p @ x`` in place of ``start``; hidden pairs of a careful tile add nothing, not even NaN."""
         if not tile.careful or tile.visible is None:
             return product(p, x, start)
         visible = tile.visible.expand_as(self._over_heads(p)).reshape(p.shape)
@@ -553,7 +544,7 @@ class _Heads:
         return out if start is None else start.add_(out)
 
     def add_to_bias(self, dbias: Tensor, tile: _Tile, db: Tensor) -> None:
-        """``dBias = dB``, summed over the axes along which the bias broadcasts, in rows of `operand_rows`."""
+        """Add db to dBias (rows of `operand_rows`), summed over broadcast axes; overwrite if none broadcasts."""
         db, place = self._over_heads(db), self._cols(dbias, tile.j)
         assert self.inputs.bias is not None
         if is_full(self.problem, self.inputs.bias):
@@ -562,7 +553,7 @@ class _Heads:
             place.add_(db.sum_to_size(place.shape))
 
     def add_to_parts(self, sums: dict[str, Tensor], tile: _Tile, db: Tensor) -> None:
-        """The same for those parts that ``sums`` names; of a bias by distance a sum along diagonals."""
+        """Add db to the bias components' gradients in ``sums``: along diagonals for relative-position biases."""
         db = self._over_heads(db)
         for name, total in sums.items():
             if name in self.relatives:

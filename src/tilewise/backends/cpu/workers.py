@@ -1,9 +1,9 @@
-"""Run the parts of a call at once, each in a thread of its own.
+"""Worker threads that compute parts of a call concurrently.
 
-PyTorch divides an operator among its threads and waits for the last of them. A tile takes some twenty operators, so a
-call waits hundreds of times, and where another process has one of the cores each wait lasts until the scheduler takes
-the core back: milliseconds. So a call is divided once: a worker computes whole tiles, and its operators, which release
-the GIL, use no other thread.
+PyTorch divides each operator among its threads and waits for the last one. A tile takes about twenty operators, so a
+call waits hundreds of times; if another process uses one of the cores, each wait takes milliseconds, until the
+scheduler returns the core. So a call is divided only once: a worker computes complete tiles, and its operators, which
+release the GIL, use one thread.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 T = TypeVar("T")
 Queue = SimpleQueue[tuple[Future, Callable[[], Any]]]
 
-MOST = 16  # workers: more would wait for the GIL, so their operators get more threads instead
+MOST = 16  # workers at most: more would wait for the GIL, so their operators use more threads instead
 
-_queues: dict[int, Queue] = {}  # of the workers, by the number of PyTorch's threads
+_queues: dict[int, Queue] = {}  # of the workers, by PyTorch's number of threads
 _lock = threading.Lock()
 
 
 def count() -> int:
-    """Return how many parts run at once: as many as PyTorch has threads in the calling thread, `MOST` at most."""
+    """Return how many parts run concurrently: PyTorch's number of threads in the calling thread, `MOST` at most."""
     return min(torch.get_num_threads(), MOST) if _each_thread_has_its_number() else 1
 
 
@@ -56,7 +56,7 @@ def run(parts: Sequence[Callable[[], T]]) -> list[T]:
         queue.put((future, partial(in_mode, part)))
     try:
         wait(futures)
-    finally:  # of an interrupted call no other part begins
+    finally:  # if interrupted, start no other part
         for future in futures:
             future.cancel()
     return [future.result() for future in futures]
@@ -64,12 +64,12 @@ def run(parts: Sequence[Callable[[], T]]) -> list[T]:
 
 @cache
 def _each_thread_has_its_number() -> bool:
-    """Whether `torch.set_num_threads` holds for the thread that calls it alone, as it does with OpenMP."""
+    """True if `torch.set_num_threads` affects the calling thread only, as with OpenMP."""
     return "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
 
 
 def _queue(threads: int) -> Queue:
-    """Return the queue of the workers for ``threads`` threads of PyTorch, which live as long as the process."""
+    """Return the queue of the workers for ``threads`` PyTorch threads; workers live as long as the process."""
     with _lock:
         if threads not in _queues:
             queue: Queue = SimpleQueue()
@@ -88,21 +88,21 @@ def _work(queue: Queue, threads: int, started: Future[None]) -> None:
         future, part = queue.get()
         if future.set_running_or_notify_cancel():
             _answer(future, part)
-        del future, part  # nothing of a call is kept while this waits
+        del future, part  # hold no tensor of a call while waiting
 
 
 def _answer(future: Future[T], part: Callable[[], T]) -> None:
     try:
         future.set_result(part())
-    except BaseException as error:  # noqa: BLE001  (it is raised by who waits)
+    except BaseException as error:  # noqa: BLE001  (raised again by future.result())
         future.set_exception(error)
 
 
 def _use(threads: int) -> None:
-    """Set the number of threads of this new thread's operators.
+    """Set the number of threads for operators of this new thread.
 
-    `torch.set_num_threads` also sets the number with which later threads begin. That is put back, in a thread that
-    ends at once, since it would set the number of this one again.
+    `torch.set_num_threads` also sets the initial number of later threads. A short-lived thread restores that, since a
+    call in this thread would change its own number again.
     """
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -112,7 +112,7 @@ def _use(threads: int) -> None:
 
 
 def _forget() -> None:
-    """Forget the workers in a process that was forked, which has none of their threads."""
+    """Drop the workers in a forked process, where their threads do not exist."""
     global _lock
     _lock = threading.Lock()
     _queues.clear()
