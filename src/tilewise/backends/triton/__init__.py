@@ -1,6 +1,6 @@
 """Portable Triton kernels, forward and backward, for NVIDIA GPUs of compute capability 8.0 and later.
 
-Nothing here imports triton until a problem is run: the plan asks `declines` on machines that have none.
+This module imports triton only to run or describe a problem: the plan calls `declines` on machines without triton.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ prepare = {"forward": _prepare_forward, "backward": _prepare_backward}
 
 
 class _ByPrecision:
-    """float32 products follow torch's own setting for matrix products, which may be another at the next call."""
+    """Prepared passes by float32 precision: torch's setting for matrix products may change between calls."""
 
     def __init__(self, prepare: Callable[..., Callable[..., Any]]):
         self._prepare = prepare

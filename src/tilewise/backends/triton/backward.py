@@ -1,7 +1,7 @@
-"""Backward: FlashAttention-2, Algorithm 2, one program a tile of keys, with the bias gradient in the same pass.
+"""Backward: FlashAttention-2, Algorithm 2, one program per tile of keys, with the bias gradient in the same pass.
 
-Score tiles are transposed, rows are keys: Pᵀ and dSᵀ then feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers. dQ is
-summed over the key tiles by float32 reduce-adds, or, where equal inputs must give equal bits, in `ordered`.
+Score tiles are transposed (rows are keys), so that Pᵀ and dSᵀ feed dV = Pᵀ dO and dK = dSᵀ Q from registers. dQ is
+summed over the key tiles by float32 atomics, or with deterministic=True in `ordered`.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ COARSE = tl.constexpr(COARSE_LSE)
 
 @triton.jit
 def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, sizes, HAS_DLSE: tl.constexpr, c):
-    """`row_statistics` of a tile of queries."""
+    """Compute `row_statistics` of a tile of queries per program."""
     tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
     row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE, c)
 
 
 @triton.jit
 def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE: tl.constexpr, c):
-    """delta = rowsum(dO∘O) − dLSE and the LSE in base 2, for `padded_queries` rows a head; zeroes the sum of dQ.
+    """Store delta = rowsum(dO∘O) − dLSE and the base-2 LSE, `padded_queries` rows per head; zero the sum of dQ.
 
-    A row that saw nothing and a row past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So
-    does one whose LSE is beyond COARSE: probabilities cannot be told from it, would be off by any factor and could
-    overflow into the gradients of the keys. o_low: the bits that rounding took of o, or None.
+    Fully masked rows and rows past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So do
+    rows with abs(LSE) > COARSE: its rounding changes the probabilities by any factor, up to an overflow into dK and dV.
+    o_low: rounding error of a 16-bit o, or None.
     """
     m0 = tile * c.BLOCK_M
     m = m0 + tl.arange(0, c.BLOCK_M)
@@ -76,9 +76,9 @@ def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, s
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
         row -= tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
     natural = tl.load(lse + row_at(head, m, lse_length(sizes, c)), mask=inside, other=-float("inf"))
-    left_out = tl.abs(natural) > COARSE  # NaN is not: it shows
+    left_out = tl.abs(natural) > COARSE  # False for NaN, which must reach the gradients
     at_row = row_at(head, m, sizes.padded_queries)
-    tl.store(delta + at_row, tl.where(left_out, 0.0, row))  # 0 · a cotangent that is not finite would be NaN
+    tl.store(delta + at_row, tl.where(left_out, 0.0, row))  # 0 · NaN = NaN, if the cotangent is not finite
     tl.store(lse2 + at_row, tl.where(left_out, float("inf"), natural * LOG2E))
     if c.WANT_Q:
         at, within = dq_accum_at(dq_accum, head, m, sizes, c)
@@ -87,7 +87,7 @@ def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, s
 
 @triton.jit
 def finite_kernel(k, v, finite, sizes, c):
-    """`mark_finite` of a tile of keys: asked once here instead of by every program."""
+    """Compute `mark_finite` of a tile of keys per program, once for the whole backward."""
     kv_heads = sizes.heads // sizes.group
     tile, hk, b = program_tile(tl.cdiv(sizes.keys, c.BLOCK_N), kv_heads, sizes.batch, "tiles")
     mark_finite(k, v, finite, tile, hk, b, sizes.batch, sizes.keys, sizes, c)
@@ -95,7 +95,7 @@ def finite_kernel(k, v, finite, sizes, c):
 
 @triton.jit
 def mark_finite(k, v, finite, tile, hk, b, batch, keys, sizes, c):
-    """Which rows of k and v are finite, (2, B, Hkv, N) bytes."""
+    """Store which rows of k and v are finite, (2, B, Hkv, N) bytes."""
     kv_heads = sizes.heads // sizes.group
     n0 = tile * c.BLOCK_N
     n = n0 + tl.arange(0, c.BLOCK_N)
@@ -108,23 +108,22 @@ def mark_finite(k, v, finite, tile, hk, b, batch, keys, sizes, c):
 
 
 class OwnKeys(NamedTuple):
-    """By pointers, the keys and values that a program keeps, and their gradients; which are finite, see
-    `mark_finite`."""
+    """Keys, values and gradients of a program's own tile of keys, by pointers."""
 
     k: Any
     v: Any
-    finite: Any
+    finite: Any  # see `mark_finite`
     dk: Any
     dv: Any
 
 
 @triton.jit
 def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
-    """The tile of k or v that a program keeps, with rows that are not finite as 0 where something may be hidden.
+    """Load the program's tile of k or v, with rows that are not finite as 0 if some pair may be hidden.
 
-    That hides nothing: such a row, if it was seen, has made the LSE or delta of the query NaN. If it was not, it must
-    not turn dS = 0 into NaN. The zeros come with the load, because wgmma takes loaded tiles from shared memory, but
-    keeps a computed one in registers, 64 of them a thread.
+    No error is lost: a visible row that is not finite has made the LSE or delta of its queries NaN, and a hidden one
+    must not turn dS = 0 into NaN. The load itself masks these rows, because wgmma reads loaded tiles from shared
+    memory, while a computed tile takes 64 registers per thread.
     """
     if c.HIDES:
         n = n0 + tl.arange(0, c.BLOCK_N)
@@ -135,7 +134,7 @@ def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
             first, keys = b * 0, sizes.total_keys
         row = (which * sizes.batch + first) * kv_heads + hk
         good = tl.load(finite + row * keys + n, mask=n < sizes.keys, other=0)
-        end = tl.where(good != 0, sizes.keys, 0)  # a row that is not finite lies past its own end
+        end = tl.where(good != 0, sizes.keys, 0)  # row_end = 0 masks a row that is not finite
         tile = load_rows(x_rows, b, hk, n0, c.BLOCK_N, end, DIM, False, True, sizes, c)
     else:
         tile = load_rows(x, b, hk, n0, c.BLOCK_N, sizes.keys, DIM, c.TMA, True, sizes, c)
@@ -144,7 +143,7 @@ def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
 
 @triton.jit
 def load_stats(x, b, h, m0, sizes, c):
-    """LSE or delta of a tile of queries. By TMA too: as pointers their addresses alone would take 64 registers."""
+    """Load LSE or delta of a tile of queries; by TMA where possible, since pointers would take 64 registers."""
     head = head_at(b, h, sizes, c)
     if c.TMA:
         stats = x.load([head.to(tl.int32), m0]).reshape([c.BLOCK_M])
@@ -158,12 +157,11 @@ def tile_gradients(
     k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, mixed,
     MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c,
 ):  # fmt: skip
-    """One transposed tile: Pᵀ, then dSᵀ with respect to scale·Q Kᵀ and to the biased score. Of Pᵀ what dropout keeps,
-    whose weight is dV's.
+    """Return Pᵀ of one tile, and dSᵀ with respect to scale·Q Kᵀ and to the biased score.
 
-    words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile; bits of one by tiles, which no
-    pipeline brings, are read only if ``mixed``. PARTIAL: the tile reaches past the band, the keys or the queries. NEAR:
-    see `score_products`.
+    Dropped elements of Pᵀ are 0; dV is multiplied by dropout's weight at the end. words: the `Stream` of dropout, or
+    None. MASKED: the mask may hide pairs; a tile mask's bits, whose loads are not pipelined, are read only if
+    ``mixed``. PARTIAL: the tile reaches past the window, the keys or the queries. NEAR: see `score_products`.
     """
     BITS: tl.constexpr = MASKED and c.MASK_HOW.LAYOUT == "bits"
     SHOWN: tl.constexpr = MASKED and not BITS
@@ -173,7 +171,7 @@ def tile_gradients(
     p = tl.exp2(s * terms.exponent - lse2[None, :])
     if SHOWN or PARTIAL:
         p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, SHOWN, PARTIAL, PARTIAL, c), p, 0.0)
-    if BITS:  # noqa: SIM102  (decided when it is compiled, the other when it runs)
+    if BITS:  # noqa: SIM102  (BITS is a compile-time condition, mixed a run-time one)
         if mixed:
             p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, True, False, False, c), p, 0.0)
     dp = dot(v_tile, do_tile.T, None, c)
@@ -189,7 +187,7 @@ def tile_gradients(
 
 @triton.jit
 def _add_queries(dq_accum, value, b, h, m0, sizes, c):
-    """Reduce-add a float32 tile of dQᵀ."""
+    """Add a float32 tile of dQᵀ atomically."""
     head = head_at(b, h, sizes, c)
     if c.DQ_TMA:
         dq_accum.atomic_add([head.to(tl.int32), 0, m0], value.reshape([1, c.BLOCK_D, c.BLOCK_M]))
@@ -200,7 +198,7 @@ def _add_queries(dq_accum, value, b, h, m0, sizes, c):
 
 @triton.jit
 def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
-    """The bias gradient of one transposed tile leaves: stored, or reduced where several tiles share the bias."""
+    """Store the bias gradient of one transposed tile, or add it atomically where several tiles share the bias."""
     if c.DBIAS_TMA:
         mb, mh = matrix_of(how, b, h)
         value = tl.trans(db).to(dbias.dtype).reshape([1, 1, c.BLOCK_M, c.BLOCK_N])
@@ -232,8 +230,10 @@ def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
 @triton.jit
 def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, visit, n0,
                      MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
-    """One tile of queries, seen from the keys: every gradient that it takes part in. visit: its number, and whether the
-    mask, where it has bits, may hide some of it."""
+    """Add one tile of queries to all gradients.
+
+    visit: the tile's number, and whether a tile mask with bits may hide some of it.
+    """
     tile, mixed = visit
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     if c.FETCH:
@@ -266,18 +266,18 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, te
 @triton.jit
 def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, lengths, own, dq_accum, dbias, terms,
                     sizes, c):  # fmt: skip
-    """dK and dV of one tile of keys, its share of dQ, dBias, and what it gives to the parts of bias terms; walks the
-    query heads of the group.
+    """Compute dK and dV of one tile of keys; add its share of dQ, dBias and the bias components' gradients.
 
-    parts: a `PartTensors`, or None. lengths: of a packed batch, `Lengths` of pointers, or None. own: `OwnKeys`.
+    Loops over the query heads of the group. parts: a `PartTensors`, or None. lengths: of a packed batch, `Lengths` of
+    pointers, or None. own: `OwnKeys`.
     """
-    FULL: tl.constexpr = c.LISTS and not c.WANT_Q  # with dQ among the products a third loop spills
-    # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
+    FULL: tl.constexpr = c.LISTS and not c.WANT_Q  # with the dQ product a third loop spills
+    # Without a window only the ends cut tiles: partial and cut tiles then share one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
-    LARGE: tl.constexpr = c.BIAS and c.BLOCK_D > 128  # loads that look at no end then spill more
+    LARGE: tl.constexpr = c.BIAS and c.BLOCK_D > 128  # here unmasked loads spill more
     CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N or LARGE
-    # ptxas: what is the same in each step, made before the loop and kept, spills 200 to 670 bytes on sm_90; made where
-    # it is wanted, none to 32, in a tenth fewer instructions. At 64 dimensions, with registers left, it takes more.
+    # ptxas: loop-invariant values hoisted out of the loop spill 200 to 670 bytes on sm_90; with disable_licm at most
+    # 32, in a tenth fewer instructions. At 64 dimensions registers suffice and disable_licm takes more instructions.
     IN_STEPS: tl.constexpr = c.TMA and c.BLOCK_D > 64
     tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
     own_k, own_v, finite, dk, dv, start = own.k, own.v, own.finite, own.dk, own.dv, 0
@@ -308,7 +308,7 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
     count = tl.minimum(c.BLOCK_N, sizes.keys - n0)
     lo, hi = limits_of(x, terms, c)
     begin, full_begin, full_end, end = query_tiles(n0, count, sizes.queries, lo, hi, c.BLOCK_M)
-    if n0 + c.BLOCK_N > sizes.keys:  # keys past the end: every tile is partial
+    if n0 + c.BLOCK_N > sizes.keys:  # keys past the end: every tile is cut
         full_begin = begin
         full_end = begin
 
@@ -383,7 +383,7 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
 
 @triton.jit
 def postprocess_kernel(dq_accum, dq, lengths, terms, sizes, c):
-    """dQ = scale · (sum of dQᵀ)ᵀ in dQ's dtype."""
+    """Store dQ = scale · (sum of dQᵀ)ᵀ in dQ's dtype."""
     tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, 1 if c.PACKED else sizes.batch, "tiles")
     if c.PACKED:
         b, tile, start, sizes = query_tile(lengths, tile, sizes, c)

@@ -1,5 +1,4 @@
-"""What is added to the scores in the Triton kernels: the tensors of bias terms on their way there, as one record, and
-their gradients on the way back."""
+"""Bias components as arguments of the Triton kernels, in one record, and buffers for their gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from tilewise.spec.bias_components import DIFFERENTIABLE, Parts
 from tilewise.spec.problem import Problem
 
 NO_PARTS = (None,)
-_LISTS = ("query_shift", "key_shift", "query_buckets", "key_buckets")  # one axis, read from the first on
+_LISTS = ("query_shift", "key_shift", "query_buckets", "key_buckets")  # one axis, contiguous
 
 
 class PartTensors(NamedTuple):
-    """What the backward has of them: `Parts`, and the gradients of those that want one."""
+    """Bias components in the backward: the fields of `Parts`, and the gradients that are required."""
 
     cols: Any
     rows: Any
@@ -41,7 +40,7 @@ class PartTensors(NamedTuple):
 
 
 class PartHows(NamedTuple):
-    """How a kernel reads each of the `Parts`; a `Broadcast` or a `ByDistance`."""
+    """Access to each of the `Parts`: a `Broadcast` or a `ByDistance`."""
 
     cols: Any = None
     rows: Any = None
@@ -51,25 +50,27 @@ class PartHows(NamedTuple):
 
 
 def is_added(problem: Problem) -> bool:
-    """Whether something is added to the scores."""
+    """True if a bias or bias component is added to the scores."""
     return problem.bias is not None or problem.parts is not None
 
 
 def bias_first(problem: Problem, by_elements: bool = False) -> bool:
-    """Whether the product of a tile starts from what is added to it: not before a softcap. by_elements: of a forward,
-    see `comes_by_elements`."""
+    """True if the accumulator of Q Kᵀ starts from the bias, which a softcap rules out.
+
+    by_elements: of a forward, see `comes_by_elements`.
+    """
     return (problem.parts is not None or by_elements) and not problem.score.transformed
 
 
 def kernel_terms(problem: Problem, inputs: Inputs, first: bool) -> ScoreArgs:
-    """What kernels are told of a score. first: whether products start from what is added, see `bias_first`."""
+    """Return the kernel arguments of a score. first: see `bias_first`."""
     scaled = problem.score.transformed or (is_added(problem) and not first)
     terms = score_terms(problem.score, scaled=scaled)
     return terms._replace(**part_numbers(problem, inputs.parts))
 
 
 def packed_layout(problem: Problem, name: str) -> str:
-    """How a bias or mask, or a part along the keys or queries, packed_layout in a packed batch: see `Broadcast`."""
+    """Return `Broadcast.LAYOUT` of the bias, the mask or a vector component with this name."""
     forms = () if problem.score.packed is None else problem.score.packed.forms
     if name == "bias" and "ragged" in forms:
         return "pairs"
@@ -90,13 +91,13 @@ def part_hows(problem: Problem, parts: Parts | None) -> PartHows | None:
 
 
 def part_numbers(problem: Problem, parts: Parts | None) -> dict[str, Any]:
-    """Fields of `ScoreArgs`."""
+    """Return the fields of `ScoreArgs` for relative-position biases."""
     relatives = [] if parts is None else parts.relatives(problem.score, problem.queries)
     return {name: numbers_of(x) for name, x in relatives}
 
 
 def first_added(problem: Problem) -> str:
-    """In the order of `relative.load_added`."""
+    """Return the name of the first summand in `relative.load_added`."""
     parts = problem.parts
     if problem.bias is not None or parts is None:
         return "bias"
@@ -110,8 +111,10 @@ def has_far_tiles(problem: Problem, parts: Parts | None) -> bool:
 
 
 def parts_layout(parts: Parts | None, gradients: dict[str, Tensor] | None = None) -> Any:
-    """The layout of `flat_parts`, or with gradients also of `flat_gradients`; without parts the kernel is compiled as
-    if it knew of none."""
+    """Return the layout of `flat_parts`, with gradients also of `flat_gradients`.
+
+    Without components it is `POINTER`, and the kernel is compiled without them.
+    """
     if parts is None:
         return POINTER
     layouts = [POINTER if x is None or name in _LISTS else strided(x) for name, x in parts._asdict().items()]
@@ -122,7 +125,7 @@ def parts_layout(parts: Parts | None, gradients: dict[str, Tensor] | None = None
 
 
 def flat_parts(parts: Parts | None) -> tuple[Tensor | None, ...]:
-    """For a `Launch`."""
+    """Return the tensors of ``parts`` for a `Launch`."""
     if parts is None:
         return NO_PARTS
     dense = {name: x.contiguous() for name in _LISTS if (x := getattr(parts, name)) is not None}
@@ -136,7 +139,7 @@ def flat_gradients(parts: Parts | None, gradients: dict[str, Tensor]) -> tuple[T
 def empty_part_gradients(
     problem: Problem, parts: Parts | None, needs: Needs, device: torch.device
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Where the gradients of those that need one are written, all 0: an entry that no pair has stays so."""
+    """Return buffers for the components' gradients that are required, filled with 0: some entries have no pair."""
     found = {}
     for name in needs.parts if parts is not None else ():
         x = getattr(parts, name)

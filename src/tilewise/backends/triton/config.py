@@ -1,9 +1,9 @@
-"""Tile sizes, warps and pipeline depth of the Triton kernels, with the reason for the numbers.
+"""Tile sizes, warps and pipeline stages of the Triton kernels, measured on an H200 with Triton 3.6.
 
-Measured on an H200 with Triton 3.6 (docs/notebook/triton.md). Two rules explain most of the table. The load pipeline
-needs three stages: with two, Triton issues the next load at the end of an iteration and its latency is exposed. And a
-small tile with several programs on a multiprocessor beats one large program, because the softmax of one then runs under
-the products of another; a bias tile in shared memory leaves room for fewer programs and turns that round at D = 128.
+docs/notebook/triton.md has the measurements. Two rules explain most of the numbers. The load pipeline needs three
+stages: with two, Triton issues the next load at the end of an iteration and exposes its latency. And small tiles with
+several programs per multiprocessor beat one large program, because the softmax of one overlaps the products of another,
+except at D = 128 with a bias tile, whose shared memory allows fewer programs.
 """
 
 from __future__ import annotations
@@ -16,43 +16,38 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.tiles import key_tiles, limits
 
 MOST_SPLITS = 256
-# Multiprocessors of a usual GPU of each compute capability. Not of the device at hand: the number of splits, and so the
-# bits of a result, then depend on the problem alone.
+# Multiprocessors of a typical GPU of each compute capability. The device's own number is not used, so that the number
+# of splits, and with it the result's bits, depend on the problem alone.
 _MULTIPROCESSORS = {(8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """Tile of block_m queries by block_n keys, warps a program, stages of the load pipeline.
+    """Tile size and launch options of a kernel."""
 
-    dq_tma: dQ is reduced by TMA, through shared memory, and not by pointers, from registers.
-    pack_gqa: rows of a tile are the query heads of one key/value head, one query after the other.
-    maxnreg: registers a thread at most, for so many programs to share a multiprocessor; None: as ptxas likes.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    dq_tma: bool = False
-    pack_gqa: bool = False
-    maxnreg: int | None = None
+    block_m: int  # queries per tile
+    block_n: int  # keys per tile
+    num_warps: int  # per program
+    num_stages: int  # of the load pipeline
+    dq_tma: bool = False  # add dQ by TMA, from shared memory; else by pointers, from registers
+    pack_gqa: bool = False  # a tile's rows are all query heads of one key/value head, query after query
+    maxnreg: int | None = None  # registers per thread at most; None: ptxas decides
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a `Launch`."""
+        """Options of a `Launch`."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
     def smaller(self) -> TritonConfig | None:
-        """The same tiles in less shared memory; None where nothing is left to give up. No number depends on it."""
+        """Return a config for the same tiles in less shared memory, with equal results; None if there is none."""
         if self.num_stages > 1:
             return replace(self, num_stages=self.num_stages - 1)
         return replace(self, dq_tma=False) if self.dq_tma else None
 
 
 def shared_memory(problem: Problem) -> int:
-    """Bytes of shared memory that one program may use (CUDA C++ programming guide, table of compute capabilities)."""
+    """Return the bytes of shared memory for one program (CUDA C++ programming guide, compute capabilities)."""
     capability = problem.capability or (8, 0)  # none: the interpreter, on a CPU
     if capability in ((8, 0), (8, 7)):
         return 163 * 1024
@@ -60,38 +55,37 @@ def shared_memory(problem: Problem) -> int:
 
 
 def padded(n: int) -> int:
-    """The next power of two, at least 16: what a tensor-core operand needs."""
+    """Return the next power of two, at least 16, as a tensor-core operand needs."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def widths(problem: Problem, tma: bool, forward: bool = True) -> tuple[int, int]:
-    """Columns of the tiles of q and k, and of v and o: `padded` head and value dimension.
+    """Return the columns of the tiles of q and k, and of v and o: the `padded` head and value dimension.
 
-    In a forward on Hopper whole swizzles of 128 bytes where rows come by pointers: see `second_walk_stages`.
+    In a Hopper forward with rows by pointers at least one 128-byte swizzle, see `second_walk_stages`.
     """
     least = 128 // problem.dtype.itemsize if forward and _hopper(problem) and not tma else 16
     return max(padded(problem.head_dim), least), max(padded(problem.value_dim), least)
 
 
 def second_walk_stages(problem: Problem, tma: bool) -> int:
-    """Stages of the forward's walk past hidden keys that are not finite.
+    """Return the stages of the forward's second pass, which excludes hidden values that are not finite.
 
-    ptxas 12.8 confuses descriptors of Hopper's products that have one address and different swizzles
-    (tests/descriptor_lint.py), as those of k and v would where both take turns in one piece of shared memory. Tiles in
-    a pipeline have shared memory of their own, hence two stages where their swizzles differ. Rows by pointers may be
-    such that no pipeline takes them: their tiles are wide and long enough for the same swizzle in either order of rows
-    and columns (but for tiles of 32 keys beside a bias by pointers, in which the lint finds no fault either).
+    ptxas 12.8: it confuses wgmma descriptors with equal address and different swizzles (tests/descriptor_lint.py), as
+    k and v would have if they reused one shared-memory buffer. Pipelined tiles have buffers of their own, hence two
+    stages if the swizzles differ. Rows by pointers may not be pipelined: `widths` makes their tiles large enough for
+    equal swizzles in either order of rows and columns (except tiles of 32 keys with a bias by pointers, for which the
+    lint finds no error).
     """
     swizzles = {min(128, width * problem.dtype.itemsize) for width in widths(problem, tma)}
     return 2 if _hopper(problem) and tma and len(swizzles) > 1 else 1
 
 
 def precision(problem: Problem) -> str:
-    """Of the products, see `products.product`: torch's setting, but for a problem that is `exact` no TF32.
+    """Return the PRECISION of `products.product`: torch's setting, without TF32 if the problem is `exact`.
 
-    In its place three products of it, of what TF32 holds of the operands and of what it leaves over, are as exact as
-    float32 and run on tensor cores. Past 128 dimensions their operands spill, 32 KiB a program on sm_86, and shared
-    memory ends there: float32's own.
+    "tf32x3" sums three TF32 products of the operands' high and low parts, as precise as float32 and on tensor cores.
+    Past 128 dimensions its operands spill (32 KiB per program on sm_86) and exceed shared memory: "ieee".
     """
     found = float32_precision(problem.dtype)
     if problem.dtype.itemsize < 4 or found == "ieee" or not problem.exact:
@@ -100,7 +94,7 @@ def precision(problem: Problem) -> str:
 
 
 def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> TritonConfig:
-    """The tiles. bias_tma: a bias tile comes by TMA; tma: q, k and v do. Pointers to a tile take registers."""
+    """Return the forward's config. bias_tma: the bias is read by TMA; tma: q, k, v are. Pointers take registers."""
     if problem.few_queries:
         return _few_queries_config(problem)
     d = max(padded(problem.head_dim), padded(problem.value_dim))
@@ -113,20 +107,19 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> TritonConfig:
         return TritonConfig(64, 32, 8, 2) if d <= 128 else TritonConfig(64, 16, 4, 1)
     bias_tile = problem.bias_itemsize
     if by_distance(problem) and d <= 128:  # two programs share a multiprocessor, also at 128 dimensions
-        if d > 64 and (problem.mask is not None or problem.score.transformed):  # else thousands of bytes spill
+        if d > 64 and (problem.mask is not None or problem.score.transformed):  # other tiles spill thousands of bytes
             return TritonConfig(128, 32, 8, 3)
         return TritonConfig(64, 64, 4, 3 if d <= 64 else 2)
     if d <= 64:
-        if _hopper(problem) and not tma:  # tiles that `widths` made wider
-            # Elements of a bias come one by one, and nothing fetches them ahead: of three programs one computes while
-            # others wait for theirs.
+        if _hopper(problem) and not tma:  # tiles widened by `widths`
+            # A bias is loaded element by element without prefetch: three programs hide each other's latency.
             return TritonConfig(64, 64, 4, 2, maxnreg=168) if bias_tile == 2 else TritonConfig(64, 64, 8, 3)
         if bias_tile:
             return TritonConfig(128, 64, 4 if bias_tma else 8, 3)
         if every_pair_alike(problem):
             return TritonConfig(64, 128, 4, 3)
-        # With a mask ptxas takes 184 to 205 registers, and two programs fit; with 168 three do. Nothing spills: what
-        # wants more is the second walk alone, past values that are not finite.
+        # With a mask ptxas takes 184 to 205 registers, for two programs; with 168 three fit. Nothing spills: only the
+        # second pass, past values that are not finite, needs more.
         masked = _hopper(problem) and problem.mask is not None
         return TritonConfig(64, 64, 4, 3, maxnreg=168 if masked else None)
     if d <= 128:
@@ -136,17 +129,16 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> TritonConfig:
             return TritonConfig(128, 64, 8, 3 if bias_tile == 2 else 2)
         return TritonConfig(64, 64, 4, 3)
     block_n = 64 if bias_tile < 4 and not by_distance(problem) else 32
-    if _blackwell(problem):  # 512 columns of tensor memory hold the accumulators of both walks over the keys
+    if _blackwell(problem):  # 512 columns of tensor memory hold the accumulators of both passes over the keys
         return TritonConfig(64, block_n, 4, 2)
     return TritonConfig(128, block_n, 8, 2)
 
 
 def _few_queries_config(problem: Problem) -> TritonConfig:
-    """Tiles no taller than the queries need, and enough keys and values on the way to keep the memory busy.
+    """Return a config with tiles no taller than the queries, and enough loads in flight for full bandwidth.
 
-    With 32 KiB a stage and four stages one program on each multiprocessor of a Hopper GPU does that. More than 16 rows
-    keep it waiting for Ampere's product, so that they take Hopper's, of 64 rows, which holds all stages in shared
-    memory.
+    On Hopper one program per multiprocessor with four stages of 32 KiB achieves this. With more than 16 rows a program
+    would wait for mma.sync, so they use wgmma with 64 rows, which reads all stages from shared memory.
     """
     d, size = max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype.itemsize
     capacity = shared_memory(problem)
@@ -159,39 +151,38 @@ def _few_queries_config(problem: Problem) -> TritonConfig:
     stage = 32 * 1024 if large else 16 * 1024
     block_n = max(16, min(stage // (2 * d * size), 128))
     warps = 8 if block_m * d > 64 * 128 else 4
-    # Queries stay; keys, values and the tiles of a bias and a mask are in all stages but one.
+    # Queries are loaded once; all stages but one hold keys, values and the tiles of bias and mask.
     pair = problem.bias_itemsize + (0 if problem.mask is None else problem.mask.matrix_itemsize)
     most = 1 + (capacity - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * pair))
     return TritonConfig(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), pack_gqa=True)
 
 
 def splits(problem: Problem, config: TritonConfig) -> int:
-    """How many programs share the keys of one tile of queries: those that share them out best, of equals the fewest.
+    """Return how many programs share the keys of one tile of queries: the fewest of the fastest choices.
 
-    A program takes the time of its key tiles and of some three more for what comes before and after them. Programs
-    run in waves: one on each multiprocessor, or twice as long two on each, which share its bandwidth. Four waves at
-    most, so that the partial results stay small however long the keys are.
+    Model: a program takes the time of its key tiles plus about three more. Programs run in waves: one program on each
+    multiprocessor, or two, which share its bandwidth and take twice as long. Four waves at most, so that the partial
+    results stay small for any number of keys.
     """
     return shared_by(problem, config, problem.queries, problem.keys, *limits(problem.score.band))
 
 
 def shared_by(problem: Problem, config: TritonConfig, queries: int, keys: int, lo: int, hi: int) -> int:
-    """The same, but for so many queries and keys and a band of these limits."""
+    """Like `splits`, but with other numbers of queries and keys and other window limits lo, hi."""
     if not config.pack_gqa:
         return 1
     p = problem
     units = p.batch * p.kv_heads * -(-queries * p.group // config.block_m)
-    if lo <= 0 and queries + hi >= keys:  # as usual, all keys
+    if lo <= 0 and queries + hi >= keys:  # common case: all keys
         begin, end = 0, -(-keys // config.block_n)
     else:
         begin, _, _, end = key_tiles(0, queries, keys, lo, hi, config.block_n)
     return best_splits(units, end - begin, _MULTIPROCESSORS.get(p.capability or (8, 0), 128))
 
 
-@lru_cache(1024)  # a cache that grows has as many tiles for a while
+@lru_cache(1024)  # a growing KV cache keeps its number of tiles for several steps
 def best_splits(units: int, tiles: int, multiprocessors: int) -> int:
-    """`splits` for so many programs of so many key tiles each: of those that fill a number of waves the most, and the
-    fewest that do as well."""
+    """Return `splits` for ``units`` programs of ``tiles`` key tiles each, choosing among splits that fill waves."""
 
     def time(splits: int) -> int:
         programs = units * splits
@@ -205,11 +196,11 @@ def best_splits(units: int, tiles: int, multiprocessors: int) -> int:
 
 
 def backward_config(problem: Problem, tma: bool) -> TritonConfig:
-    """The backward's tiles; the accumulators of dK and dV, 2 · block_n · d floats, must fit the registers.
+    """Return the backward's config; the accumulators of dK and dV, 2 · block_n · d floats, must fit the registers.
 
-    tma: q, k, v and do come by TMA. Pointers take registers, and so does the masking of a band: where both meet large
-    tiles, ptxas 12.8 spills hundreds of bytes and has been seen to hand wgmma a descriptor that it had overwritten.
-    Such combinations get smaller tiles; tests/test_triton_aot.py holds the spills down.
+    tma: q, k, v and do are read by TMA. Pointers and window masking take registers. ptxas 12.8: with both and large
+    tiles it spills hundreds of bytes, and it has passed wgmma an overwritten descriptor. Such combinations have smaller
+    tiles; tests/test_triton_aot.py limits the spills.
     """
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
@@ -221,13 +212,13 @@ def backward_config(problem: Problem, tma: bool) -> TritonConfig:
         return TritonConfig(16, 64, 4, 1) if d <= 128 else TritonConfig(16, 32, 4, 1)
     bias_tile = problem.bias_itemsize
     if not tma:
-        # Tiles of 32 queries that come by pointers gave wrong dQ on sm_90 (Triton 3.6; the cause is not known).
-        if d <= 64:  # beside a bias that no pipeline brings a third stage of q and do only takes room
+        # Triton 3.6: tiles of 32 queries by pointers gave wrong dQ on sm_90 (cause unknown).
+        if d <= 64:  # with a bias that is not pipelined a third stage of q and do only takes shared memory
             return TritonConfig(64, 64, 4, 2 if problem.totals is not None and bias_tile == 2 else 3)
         return TritonConfig(64, 64, 8, 2) if d <= 128 else TritonConfig(64, 32, 8, 1)
     if by_distance(problem) and d <= 128:
-        # Values per query leave many tiles without an entry, and those like large tiles, as a backward without a bias
-        # does. Others have values in every tile: those that spill least.
+        # Values per query: many tiles have no entry, and prefer large tiles as a backward without bias does. Other
+        # relative-position biases have values in every tile: the tiles that spill least.
         often = problem.parts is not None and (problem.parts.toeplitz is not None or problem.parts.key is not None)
         if d <= 64:
             return TritonConfig(32 if often else 64, 64, 4, 3)
@@ -240,20 +231,20 @@ def backward_config(problem: Problem, tma: bool) -> TritonConfig:
     if d <= 128:
         if bias_tile:
             return TritonConfig(32, 128, 8, 3)
-        # On Blackwell dS takes shared memory where Hopper keeps it in registers; so do the sums of several heads.
+        # On Blackwell dS takes shared memory (on Hopper registers), and so do the sums of several heads.
         return TritonConfig(64, 128, 8, (1 if problem.group > 1 else 2) if _blackwell(problem) else 3, dq_tma=True)
-    # The sums of several heads take more tensor memory than Blackwell has: tiles that are too small for it.
+    # Sums of several heads exceed Blackwell's tensor memory: use tiles that are too small for tensor memory.
     small = bias_tile == 4 or (_blackwell(problem) and problem.group > 1)
     return TritonConfig(16, 32, 4, 2, dq_tma=True) if small else TritonConfig(32, 64, 8, 2, dq_tma=True)
 
 
 def every_pair_alike(problem: Problem) -> bool:
-    """No bias, mask or band: no tile takes registers for anything but the products."""
+    """True if the problem has no bias, mask or window: tiles take registers for the products only."""
     return problem.bias is None and problem.parts is None and problem.mask is None and problem.score.band.unlimited
 
 
 def by_distance(problem: Problem) -> bool:
-    """Whether a bias by distance is among what is added to the scores; its tiles come by pointers."""
+    """True if the problem has a relative-position bias; its tiles are read by pointers."""
     parts = problem.parts
     return parts is not None and any(x is not None for x in (parts.query, parts.key, parts.toeplitz))
 

@@ -1,7 +1,7 @@
-"""Forward: FlashAttention-2, Algorithm 1, one program a tile of queries.
+"""Forward: FlashAttention-2, Algorithm 1, one program per tile of queries.
 
-Where queries are few, a tile is packed with the query heads of one key/value head, which read the same keys, and
-several programs share the keys of a tile; `merge_kernel` joins what they found.
+For few queries a tile has all query heads of one key/value head (pack_gqa), and several programs split the keys of a
+tile; `merge_kernel` combines their results.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
 @triton.jit
 def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
             CAREFUL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
-    """One tile of keys and values: scores, online softmax, output.
+    """Add one tile of keys and values to acc, m_i and l_i: scores, online softmax, output.
 
     words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the
-    band or the keys. CAREFUL: a value that is not finite counts only where visible; the tile is then PARTIAL too. NEAR:
-    see `score_products`.
+    window or the keys. CAREFUL: exclude hidden values that are not finite; needs PARTIAL. NEAR: see `score_products`.
     """
     n0 = tl.cast(tile, tl.int32) * c.BLOCK_N
     cols = tl.arange(0, c.BLOCK_N)[None, :]
@@ -54,8 +53,8 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
     if c.FETCH:
         prefetch_bias(x.bias, c.BIAS_HOW, x.start, at.b, at.head, at.m0, n0 + c.BLOCK_N, sizes, c)
 
-    # Triton 3.6 to 3.9: if pointers read the mask after the product, Triton computes the softmax in the layout of that
-    # load and a second time in the product's: twice the exponentials, hundreds of shuffles, 1,100 bytes of spills.
+    # Triton 3.6 to 3.9: if the mask is loaded by pointers after the product, Triton computes the softmax both in the
+    # load's and in the product's layout: twice the exponentials, hundreds of shuffles, 1,100 bytes of spills.
     HIDES: tl.constexpr = MASKED or PARTIAL
     HOW: tl.constexpr = c.MASK_HOW
     EARLY: tl.constexpr = MASKED and (HOW.LAYOUT == "bits" or (HOW.LAYOUT != "intervals" and not HOW.TMA))
@@ -79,21 +78,21 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
     base, exponent = m_new, terms.exponent
     if c.BIAS:
         far = FAR * (LOG2E / terms.exponent) if c.BIAS_FIRST else FAR  # in the units of the scores
-        # Where all keys of a row have a bias of -1e9 or less, s · exponent and the rounded base · exponent differ by
-        # any power of 2, at last by an overflow. Neighbours of such numbers are 16 away and more, so that exp(s - base)
-        # is 1 or next to 0: an exponent of 1, with which both are exact, says the same.
+        # If all keys of a row have a bias of -1e9 or less, rounding of base · exponent changes p by any power of 2, up
+        # to an overflow. Such numbers are at least 16 apart, so exp(s - base) is 1 or nearly 0: an exponent of 1, which
+        # is exact, gives the same.
         exponent = tl.where(tl.abs(base) > far, 1.0, exponent)
-    elif HIDES:  # a row that has seen nothing yet has m_new = -inf
+    elif HIDES:  # a row without a visible key so far has m_new = -inf
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
-    # Subtracted before it is scaled: where the maximum stays, alpha must be 1 and not 1 + rounding, thousands of times.
+    # Subtract before scaling: while the maximum stays, alpha must be exactly 1, or rounding accumulates over the tiles.
     alpha = tl.exp2((m_i - base) * terms.exponent)
     top = base * exponent
     p = tl.exp2(s * (exponent[:, None] if c.BIAS else exponent) - top[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     if words is not None:
-        # LLVM: a 0 that it does not know, or it selects after p is rounded, which takes an instruction more for each
-        # element; and rounded here, or what is kept is held in registers while the program waits for V.
+        # LLVM: it moves the select of a constant 0 behind the rounding of p, one more instruction per element; so zero
+        # is not a constant. Round here: else the kept flags stay in registers while the program waits for V.
         zero = terms.weight * 0.0
         p = tl.where(kept(words, at.m0, at.rows, n0, cols, terms), p, zero).to(q_tile.dtype)
 
@@ -101,7 +100,7 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
     v_tile = load_rows(x.v, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
     if CAREFUL:
         finite = tl.abs(v_tile) < float("inf")
-        # visible · not finite overflows the accumulator to infinity, hidden · not finite adds 0
+        # a visible value that is not finite overflows the accumulator to infinity, a hidden one adds 0
         marked = tl.where(finite, 0.0, 1e38).to(c.MARK)
         acc = tl.dot(tl.where(visible, 1e38, 0.0).to(c.MARK), marked, acc)
         v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)
@@ -111,8 +110,7 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
 
 @triton.jit
 def _start(c):
-    """(acc, m_i, l_i) before the first key. Beside a bias the maximum is finite from the beginning, so that no tile has
-    to look for rows that have seen nothing."""
+    """Return (acc, m_i, l_i) before the first key; with a bias m_i is finite, so that no tile tests for m = -inf."""
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
     m_i = tl.full([c.BLOCK_M], LOWEST if c.BIAS else -float("inf"), tl.float32)
     return acc, m_i, tl.zeros([c.BLOCK_M], tl.float32)
@@ -120,14 +118,14 @@ def _start(c):
 
 @triton.jit
 def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_low, lse, terms, sizes, c):
-    """O and the LSE of one tile of queries; walks the key tiles that it sees, or its part of them.
+    """Compute O and the LSE of one tile of queries over the key tiles that it sees, or over one split of them.
 
-    Part ``split`` of what sees the keys of batch element b goes to batch element split·B + b of o and lse. sink: a
-    `Strided`, or None where there is none, or where `merge_kernel` adds it, once and not for each part. seed: two
-    numbers, or None without dropout. parts: of bias terms, `Parts` of `Strided`s and pointers, or None. lengths: of a
-    packed batch, `Lengths` of pointers, or None. o_low: where the bits go that rounding takes of o, or None.
+    Split s of batch element b is stored as batch element s·B + b of o and lse. sink: a `Strided`; None without a sink,
+    or if `merge_kernel` adds it. seed: pointer to two numbers, or None. parts: bias components, `Parts` of `Strided`s
+    and pointers, or None. lengths: of a packed batch, `Lengths` of pointers, or None. o_low: buffer for the rounding
+    error of o, or None.
     """
-    # Without a band, tiles are cut by the ends alone, if at all: mixed ones then go with them, in one loop.
+    # Without a window only the ends cut tiles: partial and cut tiles then share one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
     CUT: tl.constexpr = APART or c.RAGGED_N
     tiles, heads = tl.cdiv(sizes.queries, c.BLOCK_M), sizes.heads
@@ -152,11 +150,11 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
     else:
         tile, h, b = program_tile(tiles, heads, sizes.batch, c.ORDER)
     if terms.HAS_HI:
-        tile = tiles - 1 - tile  # the last queries see most keys: the longest programs start first
+        tile = tiles - 1 - tile  # the last queries see most keys: longest first (LPT)
     m0 = tile * c.BLOCK_M
-    if c.LISTS:  # asked for before the queries, which the program waits for
+    if c.LISTS:  # load it before the queries, for which the program waits
         walk = listed_walk(lists, tile, b, h, False, True, APART, sizes, c)
-    if c.PACK_GQA:  # row r of all: query r // group
+    if c.PACK_GQA:  # row r is query r // group
         r = m0 + tl.arange(0, c.BLOCK_M)
         m, head = r // sizes.group, h * sizes.group + r % sizes.group
         at = QueryRows(b, h, head[:, None], h * sizes.group, m0 * 0, m[:, None])
@@ -180,7 +178,8 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
             begin, full_begin, full_end, end = split_tiles(begin, full_begin, full_end, end, split, sizes.splits)
         walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
 
-    if c.PACKED and not c.HAS_PARTS:  # here it has to wait for q anyway; beside parts registers are full, see `Forward`
+    # Here the program waits for q in any case. With bias components registers are full: `TritonForward` zeroes instead.
+    if c.PACKED and not c.HAS_PARTS:
         all_o, all_lse, all_sizes = whole
         ends = ends_of_all(lengths, all_sizes)
         zero_unowned(all_o, all_lse, ends, place, h, given_tile, start, sizes.queries, all_sizes, c)
@@ -208,14 +207,14 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
         acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, CUT, False, True, c)
 
     if c.HIDES:
-        # 0 · NaN: a hidden value that is not finite has spoilt the product. Then, and only then, walk again.
-        spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)  # in one step: sm_100 has no code for two
+        # NaN fix-up: 0 · NaN = NaN, a hidden value that is not finite may have reached acc. Only then compute again.
+        spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)  # one reduction: sm_100 has no code for two
         if spoilt != 0:
             acc, m_i, l_i = _start(c)
-            # What a mask has the same in each step would be made before the loop, and spill.
+            # Triton: LICM hoists a mask's loop-invariant values, which then spill; disable_licm keeps them in the loop.
             for i in tl.range(walk.begin, walk.end, num_stages=c.STAGES_AGAIN, disable_licm=c.MASK):
                 n = i
-                if c.LISTS:  # read where it is needed: no pipeline is there to wait, and a step ahead takes a register
+                if c.LISTS:  # not read one step ahead: there is no pipeline, and that takes a register
                     n = tl.load(walk.tiles + i)
                 acc, m_i, l_i = _attend(
                     acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, True, True, True, c
@@ -227,7 +226,7 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
         m_i, l_i, alpha = with_sink(m_i, l_i, found, terms.exponent)
         acc *= alpha[:, None]
 
-    # a row that saw nothing: acc = 0, l = 0, log2(l) = -inf
+    # fully masked row: acc = 0, l = 0, log2(l) = -inf
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
     if seed is not None:
         acc *= terms.weight
@@ -243,12 +242,12 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
 
 @triton.jit
 def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
-    """O and the LSE of one query from those of each split, in the order of the splits whichever was done first.
+    """Merge O and the LSE of one query from all splits, in a fixed order:
 
         LSE = log sum_s e^LSE_s,  O = sum_s e^(LSE_s - LSE) O_s
 
-    parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M). A query that no split lets see anything: 0, -inf.
-    sink: a `Strided` or None; to the LSE it is one split more, and to O none. o_low: as of `forward_kernel`.
+    parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M). A fully masked query has O = 0, LSE = -inf. sink:
+    a `Strided` or None, added to the LSE like a split without output. o_low: as in `forward_kernel`.
     """
     query = tl.cast(tl.program_id(0), tl.int64)
     queries = tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.queries

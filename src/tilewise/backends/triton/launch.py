@@ -1,4 +1,4 @@
-"""From a Problem and its tensors to kernel launches."""
+"""Kernel launches of the Triton forward and backward for a Problem and the layouts of its tensors."""
 
 from __future__ import annotations
 
@@ -109,64 +109,64 @@ from tilewise.spec.tma import tensor_fits_tma
 
 
 class Constexprs(NamedTuple):
-    """What a kernel knows when it is compiled; every field is a tl.constexpr."""
+    """Compile-time parameters of the kernels; every field is a tl.constexpr."""
 
     BLOCK_M: Any
     BLOCK_N: Any
-    BLOCK_D: Any  # head dimensions, padded to a power of two
-    BLOCK_DV: Any
-    EVEN_D: Any  # nothing was padded
+    BLOCK_D: Any  # head dimension, padded to a power of two
+    BLOCK_DV: Any  # value dimension, padded
+    EVEN_D: Any  # BLOCK_D is the head dimension
     EVEN_DV: Any
     RAGGED_M: Any  # the last tile of queries reaches past their end
-    RAGGED_N: Any  # of keys, past theirs
-    TMA: Any  # q, k, v, do by descriptor
+    RAGGED_N: Any  # the last tile of keys reaches past their end
+    TMA: Any  # q, k, v, do are read by TMA
     WIDE: Any  # offsets inside one tile need 64 bits
-    BIAS: Any  # something is added to the scores
-    BIAS_TENSOR: Any  # the bias is among it
-    BIAS_FIRST: Any  # the product starts from it
+    BIAS: Any  # a bias or bias component is added to the scores
+    BIAS_TENSOR: Any  # there is a bias tensor
+    BIAS_FIRST: Any  # the accumulator of Q Kᵀ starts from the bias
     MASK: Any
-    BIAS_HOW: Any  # how they broadcast, `Broadcast`
-    MASK_HOW: Any
-    HIDES: Any  # some pair may be hidden, so that a value that is not finite may have to stay out
+    BIAS_HOW: Any  # `Broadcast`
+    MASK_HOW: Any  # `Broadcast` or `TileHow`
+    HIDES: Any  # some pair may be hidden, so hidden values that are not finite must be excluded
     ORDER: Any  # see tensors.program_tile
     PRECISION: Any  # of float32 products
     STAGES_AGAIN: Any  # see config.second_walk_stages
-    STAGES_MASKED: Any  # of the loops that read a mask; fewer where two programs then share a multiprocessor
+    STAGES_MASKED: Any  # of the loops that read a mask; fewer if two programs then fit a multiprocessor
     MARK: Any  # dtype that marks values that are not finite
     PACK_GQA: Any  # see config.TritonConfig
-    HAS_PARTS: Any  # there are parts of bias terms. Asked of the record itself, Triton 3.6 stumbles over what it lacks
-    PARTS: Any  # how they are read, see parts.PartHows
-    PACKED: Any  # a packed batch, see packed
-    FROM_START: Any  # whose Toeplitz bias is counted from the first query and key
-    FIRST: Any  # what is added first, the "bias" or the part of that name
-    FETCH: Any = False  # the next tile of a bias is asked for, see tensors.prefetch_bias
-    FAR: Any = False  # tiles that meet no distance with an entry have a loop of their own
-    LISTS: Any = False  # with a mask, of the tiles to visit: see visibility
+    HAS_PARTS: Any  # there are bias components (Triton 3.6 fails on fields of an absent record)
+    PARTS: Any  # bias_components.PartHows
+    PACKED: Any  # packed batch, see varlen
+    FROM_START: Any  # its Toeplitz bias is counted from the first query and key
+    FIRST: Any  # see bias_components.first_added
+    FETCH: Any = False  # prefetch the next tile of a bias, see tensors.prefetch_bias
+    FAR: Any = False  # tiles without an entry of relative-position biases have their own loop
+    LISTS: Any = False  # a mask's tiles are visited by lists, see visibility
     SPLIT: Any = False  # several programs share the keys of a tile of queries
     DQ_TMA: Any = False
-    DBIAS: Any = "none"  # see bias_reduction
+    DBIAS: Any = "none"  # see reductions.bias_reduction
     DBIAS_TMA: Any = False
-    DPARTS: Any = False  # some part of bias terms wants a gradient
+    DPARTS: Any = False  # some bias component requires a gradient
     WANT_Q: Any = False
     WANT_K: Any = False
     WANT_V: Any = False
 
 
 class TritonForward:
-    """A forward with everything but its tensors, for one problem and one layout of these."""
+    """Prepared forward of one problem, for all tensors of one layout."""
 
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, *_ = inputs
         self.problem = problem
         tma = _uses_tma(problem, q, k, v)
         config = forward_config(problem, bias is not None and _uses_tma(problem, bias), tma)
-        # A tile of a packed batch has one head's queries, and all of their keys.
+        # A packed batch has neither pack_gqa nor splits.
         self._prepare(config if problem.totals is None else replace(config, pack_gqa=False), inputs)
 
     def _prepare(self, config: TritonConfig, inputs: Inputs) -> None:
         problem, (q, k, v, bias, mask, sink, parts, *_) = self.problem, inputs
         self.config = config
-        self.other: TritonForward | None = None  # with smaller tiles, see `_smaller`
+        self.other: TritonForward | None = None  # in less shared memory, see `_smaller`
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         shares = splits(problem, config)
         self.choices = ragged(problem, config)
@@ -220,7 +220,7 @@ class TritonForward:
         self.bases = forward_bases(self, inputs)
 
     def resized(self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> ResizedForward | None:
-        """For other lengths; None where these ask for something else that is compiled in."""
+        """Return a forward for other lengths; None if they need other compile-time parameters."""
         if self.other is not None:
             return self.other.resized(structure, lo, hi, inputs)
         return resized_forward(self, structure, lo, hi, inputs)
@@ -233,7 +233,7 @@ class TritonForward:
             o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
             lse = torch.empty(self.layout_o[0][:3], dtype=torch.float32, device=q.device)
             o_low = None if self.empty_low is None else self.empty_low()
-            if self.problem.totals is not None and inputs.parts is not None:  # rows that no sequence has
+            if self.problem.totals is not None and inputs.parts is not None:  # rows outside all sequences
                 o.zero_()
                 lse.fill_(-torch.inf)
             mask, (_, lists, _) = flat_and_lists(self.masked, inputs.mask, inputs.tiles, NO_LISTS)
@@ -253,7 +253,7 @@ class TritonForward:
 
 
 class TritonBackward:
-    """A backward with everything but its tensors, for one problem and one layout of these."""
+    """Prepared backward of one problem, for all tensors of one layout."""
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
         self.problem, self.needs = problem, needs
@@ -283,7 +283,7 @@ class TritonBackward:
         dq, dk, dv = (
             torch.empty_like(x, device="meta") if need else None for x, need in zip(inputs[:3], needs[:3], strict=True)
         )
-        # dQ is a sum over several programs, transposed: the kernel has dQᵀ, whose rows make wide reduce-adds.
+        # dQ is summed over programs as dQᵀ, as the kernel computes it: its rows allow wide atomic adds.
         summed = needs.q and not problem.deterministic
         dq_accum = _meta(row_batch * problem.heads, problem.head_dim, padded) if summed else None
         dparts = empty_part_gradients(problem, parts, needs, torch.device("meta"))
@@ -335,7 +335,7 @@ class TritonBackward:
         rows_of_queries = (*rows, parts_layout(parts))
         lengths = lengths_layout(inputs.lengths)
         usual = {"num_warps": 4, "num_stages": 3}
-        # The ordered kernels stream keys and values past a tile of queries: larger tiles, so fewer stages fit.
+        # The ordered kernels pipeline keys and values, whose tiles are larger: fewer stages fit.
         fewer = {"num_warps": config.num_warps, "num_stages": min(config.num_stages, 2)}
 
         before = (
@@ -345,7 +345,7 @@ class TritonBackward:
         rows_before: tuple[Any, ...] = (*before, POINTER, POINTER, POINTER)
         own = Record(OwnKeys, (strided(k), strided(v), POINTER, strided(dk), strided(dv)))
         self.finite = self.main = self.postprocess = self.query_gradient = self.bias_gradient = None
-        # Of a ragged dBias what no sequence fills is zeroed.
+        # Gaps between the matrices of a ragged dBias must be zeroed.
         self.has_gaps = dbias is not None and problem.totals is not None and is_stored_whole(problem, reduction)
         if problem.totals is not None:
             self.preprocess = Launch(
@@ -383,7 +383,7 @@ class TritonBackward:
         if needs.sink and sink is not None and outputs.lse is not None and problem.totals is None:
             self.sink_gradient = SinkGradient(sink, outputs.lse, m_tiles * block_m, m_tiles * block_m, 0)
 
-        # For what `resized` knows of: q, k and v and their gradients, dQ summed up.
+        # `resized` supports q, k, v and their gradients only, with dQ summed by atomics.
         self.resizable = (
             bias is None and mask is None and parts is None and problem.tile_mask is None and problem.totals is None
             and not needs.sink and self.query_gradient is None and not problem.score.dropout
@@ -415,7 +415,7 @@ class TritonBackward:
         self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
         cotangents: Outputs, needs: Needs,
     ) -> TritonBackward | None:  # fmt: skip
-        """The same."""
+        """Return a backward for other lengths; None if they need other compile-time parameters."""
         if self.other is not None:
             return self.other.resized(structure, lo, hi, inputs, outputs, cotangents, needs)
         return resized_backward(self, structure, lo, hi, inputs, outputs, cotangents)
@@ -467,17 +467,16 @@ class TritonBackward:
             dsink = None
             if self.sink_gradient is not None and sink is not None and outputs.lse is not None:
                 dsink = self.sink_gradient(sink, outputs.lse, delta)
-            elif self.needs.sink and sink is not None and outputs.lse is not None:  # of a packed batch
+            elif self.needs.sink and sink is not None and outputs.lse is not None:  # packed batch
                 dsink = packed_sink_gradient(sink, outputs, cotangents)
             return Gradients(dq, dk, dv, dbias, dsink, **cast_part_gradients(parts, dparts))
 
 
 def _smaller(run: Any, error: OutOfResources, *tensors: Any) -> Any:
-    """What comes next where Triton found, before it ran the kernel, that a multiprocessor has no room for it: a new
-    pass, for other threads may be running this one.
+    """Return a new pass that takes less shared memory, after Triton found that a kernel exceeds it.
 
-    How much a kernel takes is the compiler's choice: the tables of config.py are right for those that were at hand
-    (tests/test_triton_room.py), and for any other a pipeline is shortened until it fits.
+    The pass itself stays unchanged, since other threads may be running it. A kernel's shared memory depends on the
+    compiler: config.py fits the tested versions (tests/test_triton_room.py).
     """
     if (config := run.config.smaller()) is None:
         raise error
@@ -556,7 +555,7 @@ def _uses_tma(problem: Problem, *tensors: Tensor) -> bool:
 
 
 def _rows_layout(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
-    """q, k, v or do as its kernel argument."""
+    """Return the layout of q, k, v or do."""
     return descriptor(x, block, cols.value) if tma else strided(x)
 
 
@@ -571,7 +570,7 @@ def _input_layouts(inputs: Inputs, config: TritonConfig, c: Constexprs, tma: boo
 
 
 def _stats_layout(x: Tensor, block: int, tma: bool) -> Any:
-    """LSE or delta as its kernel argument: a descriptor, or else a plain pointer."""
+    """Return the layout of LSE or delta: a TMA descriptor, or a plain pointer."""
     if not tma:
         return POINTER
     x = x.flatten(0, 1)
@@ -579,7 +578,7 @@ def _stats_layout(x: Tensor, block: int, tma: bool) -> Any:
 
 
 def _scores_layout(x: Tensor | None, how: Broadcast | None, config: TritonConfig) -> Any:
-    """A bias or mask as its kernel argument."""
+    """Return the layout of a bias or mask."""
     if x is not None and how is not None and how.TMA.value:
         return descriptor(x, config.block_m, config.block_n)
     return strided(x)
@@ -590,7 +589,7 @@ def _broadcast(
 ) -> Broadcast | None:
     if x is None or operand is None:
         return None
-    # Rows of a tile with pack_gqa are of several heads.
+    # With pack_gqa a tile's rows belong to several heads: read by pointers.
     tma = operand.axes == "matrix" and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
     how = broadcast(operand, problem.broadcast_group(operand), tma, packed_layout(problem, name))
     return how._replace(FLAT=flat and operand.axes == "matrix")

@@ -1,4 +1,4 @@
-"""From a mask to the lists of tiles that kernels visit."""
+"""Computation of the lists of tiles that kernels visit under a mask."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ from tilewise.spec.tiles import limits
 
 
 class MaskTiles(NamedTuple):
-    """What the mask leaves of each tile, and the tiles that a tile of queries, or of keys, visits; see `visibility`."""
+    """States and lists of a mask's tiles, see `visibility`."""
 
-    states: Tensor | None
-    by_rows: Tensor | None
-    by_keys: Tensor | None
+    states: Tensor | None  # state of each tile
+    by_rows: Tensor | None  # tiles of keys that each tile of queries visits
+    by_keys: Tensor | None  # tiles of queries that each tile of keys visits
 
 
 NO_LISTS = MaskTiles(None, None, None)
 
 
 def lists_pay(problem: Problem, config: TritonConfig) -> bool:
-    """Whether a mask is read once before the kernel, for it to skip tiles.
+    """True if the mask is read once before the kernel, so that the kernel skips empty tiles.
 
-    Not where there is one tile of keys, and not for few queries: their forward is over in the time of a launch or two,
-    and reads all keys and values that it may see at once, which a list would come before.
+    It does not pay with one tile of keys, nor for few queries: their forward takes as long as a launch or two, and
+    loads all keys and values at once, for which it would first wait for the list.
     """
     return problem.mask is not None and not config.pack_gqa and problem.keys > config.block_n
 
 
 class MaskLists:
-    """`MaskTiles`, for one problem, one layout of its mask, and the tiles of a forward or a backward.
+    """Launches that compute `MaskTiles` for one problem, mask layout and tile size.
 
-    mask: a bool mask, or None of one by tiles.
-    by_rows, by_keys: which lists are wanted. even: there are no full tiles beside one that reaches past the end of its
-    own queries or keys.
+    mask: a bool mask, or None for a tile mask.
+    by_rows, by_keys: which lists to compute. even: see `Masking`.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class MaskLists:
         self.by_rows, self.by_keys = lists(False) if by_rows else None, lists(True) if by_keys else None
 
     def __call__(self, mask: Sequence[Tensor | None]) -> MaskTiles:
-        """mask: as `kernels.block_mask.flat_mask` gives it."""
+        """Compute the `MaskTiles` of a mask, given as `kernels.block_mask.flat_mask` returns it."""
         states, rows, keys = self.empty_states(), None, None
         self.summarise(*mask, states)
         if self.by_rows is not None:

@@ -1,8 +1,7 @@
-"""dQ, dBias and the like of bias terms for `deterministic=True`: every sum runs inside one program, in one order,
-without atomics.
+"""dQ, dBias and gradients of bias components for `deterministic=True`: each sum is computed by one program, in order.
 
-All recompute the score tiles with the helper of `backward_kernel`; that is what determinism costs. In a packed batch
-each sequence has as many programs as the longest one needs, and those that a shorter one has no tile for do nothing.
+The kernels recompute the score tiles with the helper of `backward_kernel`, which is the cost of determinism. In a
+packed batch each sequence has as many programs as the longest one needs; programs without a tile do nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def _load_queries(x, b, h, m0, sizes, c):
 
 @triton.jit
 def _clean(tile, HIDES: tl.constexpr):
-    """0 where not finite: see `backward_kernel._load_keys`."""
+    """Replace elements that are not finite by 0, for the reason given in `backward._load_keys`."""
     if HIDES:
         tile = tl.where(tl.abs(tile) < float("inf"), tile, 0.0).to(tile.dtype)
     return tile
@@ -37,7 +36,7 @@ def _clean(tile, HIDES: tl.constexpr):
 @triton.jit
 def _score_gradients(rows, x, words, terms, sizes, b, h, m0, n, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
                      c):  # fmt: skip
-    """The tile of keys, dSᵀ with respect to scale·Q Kᵀ, and to the biased score; ``rows`` come from `_load_queries`."""
+    """Return the tile of keys, and dSᵀ with respect to scale·Q Kᵀ and to the biased score. rows: `_load_queries`."""
     n0 = tl.cast(n, tl.int32) * c.BLOCK_N
     hk = h // sizes.group
     k_tile = load_rows(x.k, b, hk, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
@@ -52,8 +51,8 @@ def _score_gradients(rows, x, words, terms, sizes, b, h, m0, n, MASKED: tl.const
 
 @triton.jit
 def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, lengths, dq, terms, sizes, c):
-    """dQ of one tile of queries; walks the key tiles that it sees."""
-    # As in the backward: without a band mixed tiles go with those that are cut.
+    """Compute dQ of one tile of queries over the key tiles that it sees."""
+    # As in `backward_kernel`: without a window partial and cut tiles share one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
     CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N
     tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
@@ -83,7 +82,7 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lis
         begin, full_begin, full_end, end = key_tiles(
             m0, tl.minimum(c.BLOCK_M, sizes.queries - m0), sizes.keys, lo, hi, c.BLOCK_N
         )
-        if m0 + c.BLOCK_M > sizes.queries:  # queries past the end: a bias or mask tile reaches past its tensor
+        if m0 + c.BLOCK_M > sizes.queries:  # queries past the end: every tile is cut
             full_begin = begin
             full_end = begin
         walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
@@ -109,7 +108,7 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lis
 
 @triton.jit
 def _tile_gradient(rows, x, words, states, terms, sizes, b, h, tm, n, c):
-    """The gradient of the biased scores of one tile, transposed; 0 where the mask hides it."""
+    """Return the gradient of the biased scores of one tile, transposed; 0 if the tile is empty."""
     db = tl.zeros([c.BLOCK_N, c.BLOCK_M], tl.float32)
     m0 = tm * c.BLOCK_M
     if c.LISTS:
@@ -123,7 +122,7 @@ def _tile_gradient(rows, x, words, states, terms, sizes, b, h, tm, n, c):
 
 @triton.jit
 def _visited(x, m0, terms, sizes, c):
-    """The tiles of keys, ``begin .. end - 1``, that a tile of queries sees."""
+    """Return the tiles of keys, ``begin .. end - 1``, that a tile of queries sees."""
     lo, hi = limits_of(x, terms, c)
     begin, _full_begin, _full_end, end = key_tiles(
         m0, tl.minimum(c.BLOCK_M, sizes.queries - m0), sizes.keys, lo, hi, c.BLOCK_N
@@ -133,7 +132,7 @@ def _visited(x, m0, terms, sizes, c):
 
 @triton.jit
 def _visiting(x, n0, terms, sizes, c):
-    """The tiles of queries that see a tile of keys."""
+    """Return the tiles of queries, ``begin .. end - 1``, that see a tile of keys."""
     lo, hi = limits_of(x, terms, c)
     begin, _full_begin, _full_end, end = query_tiles(
         n0, tl.minimum(c.BLOCK_N, sizes.keys - n0), sizes.queries, lo, hi, c.BLOCK_M
@@ -143,9 +142,9 @@ def _visiting(x, n0, terms, sizes, c):
 
 @triton.jit
 def _sum_over_broadcast(acc, call, seed, states, lengths, mb, mh, place, how, KIND: tl.constexpr, terms, sizes, c):
-    """``acc`` with what all batch elements and heads that share a matrix add to it, one after the other.
+    """Return ``acc`` plus the gradients of all batch elements and heads that share a matrix, in order.
 
-    call: `Reads` of the whole call. place, KIND: what of the matrix, see `_add_bias`, `_add_diagonals` and
+    call: `Reads` of all batch elements. place, KIND: elements of the matrix, see `_add_bias`, `_add_diagonals` and
     `_add_distances`. how: `Broadcast`.
     """
     for jb in range(0, 1 if how.BATCH else sizes.batch):
@@ -180,11 +179,11 @@ def _sum_over_broadcast(acc, call, seed, states, lengths, mb, mh, place, how, KI
 
 @triton.jit
 def _add_bias(acc, x, words, states, b, h, place, how, terms, sizes, c):
-    """Adds tiles of scores, transposed: all of those that share the tile of dBias at this place."""
+    """Add the transposed gradients of all score tiles that share the dBias tile at ``place``."""
     tm, tn = place
     m_tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
     count = 1 if how.ROWS else m_tiles
-    if c.PACKED and how.ROWS:  # a sequence may be shorter than the longest
+    if c.PACKED and how.ROWS:  # the sequence may be shorter than the longest one
         count = tl.where(tm < m_tiles, 1, 0)
     for i in range(0, count):
         m0 = (tm + i) * c.BLOCK_M
@@ -201,8 +200,10 @@ def _add_bias(acc, x, words, states, b, h, place, how, terms, sizes, c):
 @triton.jit
 def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, states, lengths, dbias, how, terms, sizes,
                          c):  # fmt: skip
-    """One tile of a broadcast dBias; walks every batch element, head, query and key tile that shares it. how:
-    `Broadcast` of the bias, or of a vector of a call's parts."""
+    """Compute one tile of a broadcast dBias over every batch element, head, query and key tile that shares it.
+
+    how: `Broadcast` of the bias or of a vector component.
+    """
     own_m = tl.cdiv(sizes.queries, c.BLOCK_M) if how.ROWS else 1
     own_n = tl.cdiv(sizes.keys, c.BLOCK_N) if how.COLS else 1
     pid = tl.program_id(0)
@@ -231,14 +232,14 @@ def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, stat
 
 @triton.jit
 def _matrix_of(number, how, sizes):
-    """The batch element and the head of a matrix, by its number."""
+    """Return the batch element and head of a matrix from its number."""
     matrices = sizes.heads // how.GROUP
     return number // matrices, number % matrices
 
 
 @triton.jit
 def _rows_at(tile, place):
-    """In each column of a tile the rows of these places, 0 where there is none."""
+    """Gather the rows ``place`` in each column of a tile; 0 outside the tile."""
     ROWS: tl.constexpr = tile.shape[0]
     found = tl.gather(tile, tl.minimum(tl.maximum(place, 0), ROWS - 1), 0)
     return tl.where((place >= 0) & (place < ROWS), found, 0.0)
@@ -246,12 +247,12 @@ def _rows_at(tile, place):
 
 @triton.jit
 def _add_diagonals(acc, x, words, states, b, h, e0, terms, sizes, c):
-    """Adds tiles of scores to sums of entries ``e0, e0 + 1, ...`` of a Toeplitz bias, [entries, queries of a tile]."""
+    """Add score gradients to the entries ``e0, e0 + 1, ...`` of a Toeplitz bias; acc: [entries, queries of a tile]."""
     r = tl.arange(0, c.BLOCK_N)[:, None]
     m = tl.arange(0, c.BLOCK_M)[None, :]
     for tm in range(0, tl.cdiv(sizes.queries, c.BLOCK_M)):
         m0 = tm * c.BLOCK_M
-        first = m0 + e0 - (sizes.queries - 1)  # the key at which the first query has the first entry
+        first = m0 + e0 - (sizes.queries - 1)  # key at which query m0 has entry e0
         if c.PACKED:
             first -= x.start.skew
         last = first + c.BLOCK_M + c.BLOCK_N - 2
@@ -269,8 +270,10 @@ def _add_diagonals(acc, x, words, states, b, h, e0, terms, sizes, c):
 @triton.jit
 def diagonal_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, states, lengths, dvalues, how, terms,
                              sizes, c):  # fmt: skip
-    """BLOCK_N neighbouring entries of a Toeplitz bias; walks every tile that their diagonals cross, in every batch
-    element and head that shares them. how: `Broadcast`."""
+    """Compute the gradient of BLOCK_N neighbouring entries of a Toeplitz bias.
+
+    Visits every tile that their diagonals cross, in every batch element and head that shares them. how: `Broadcast`.
+    """
     entries = sizes.queries + sizes.keys - 1
     blocks = tl.cdiv(entries, c.BLOCK_N)
     pid = tl.program_id(0)
@@ -286,10 +289,10 @@ def diagonal_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, 
 
 @triton.jit
 def _add_distances(acc, x, words, states, b, h, place, BY_KEYS: tl.constexpr, terms, sizes, c):
-    """Adds tiles of scores to sums by distance of a tile of rows, [distances, rows].
+    """Add score gradients to the sums by relative position of a tile of rows; acc: [distances, rows].
 
-    place: the tile of keys, where BY_KEYS, or of queries; the first of the distances, counted from the first that has
-    an entry; how many have one. What is beyond these goes to the first or the last where the ends are clamped.
+    place: (tile of keys if BY_KEYS, else of queries; first distance, where 0 is the first with an entry; number of
+    distances with an entry). With clamped ends other distances are added to the first or last one.
     """
     CLAMP: tl.constexpr = c.PARTS.key.OUTSIDE == "clamp" if BY_KEYS else c.PARTS.query.OUTSIDE == "clamp"
     tile, d0, count = place
@@ -301,7 +304,7 @@ def _add_distances(acc, x, words, states, b, h, place, BY_KEYS: tl.constexpr, te
         begin, end = _visited(x, row0, terms, sizes, c)
     ACROSS: tl.constexpr = acc.shape[0]
     ROWS: tl.constexpr = acc.shape[1]
-    # Query i and key j have distance j - i + origin: which keys, or queries, have one of these distances to some row.
+    # Query i and key j have distance j - i + origin. Find the keys, or queries, that have these distances to the rows.
     has_first, has_last = d0 == 0, d0 + ACROSS >= count
     if BY_KEYS:
         first, last = row0 + origin - d0 - (ACROSS - 1), row0 + origin - d0 + ROWS - 1
@@ -312,7 +315,7 @@ def _add_distances(acc, x, words, states, b, h, place, BY_KEYS: tl.constexpr, te
         first, last = tl.where(has_first, 0, first), tl.where(has_last, across_end - 1, last)
     begin = tl.maximum(begin, tl.maximum(first, 0) // ACROSS)
     end = tl.minimum(end, tl.maximum(last + ACROSS, 0) // ACROSS)
-    end = tl.where(row0 < rows_end, end, begin)  # a sequence of a packed batch may be shorter than the longest
+    end = tl.where(row0 < rows_end, end, begin)  # the sequence may be shorter than the longest one
     across = tl.arange(0, ACROSS)[:, None]
     row = tl.arange(0, ROWS)[None, :]
     for t in range(begin, end):
@@ -339,8 +342,11 @@ def _add_distances(acc, x, words, states, b, h, place, BY_KEYS: tl.constexpr, te
 @triton.jit
 def distance_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, states, lengths, dvalues, how,
                              AXIS: tl.constexpr, terms, sizes, c):  # fmt: skip
-    """A block of entries of a tile of rows of values by distance; walks every tile that has one of their pairs, in
-    every batch element and head that shares them. how: `Broadcast`. AXIS: whose rows, "query" or "key"."""
+    """Compute the gradient of a block of relative-position values: some entries of a tile of rows.
+
+    Visits every tile with one of their pairs, in every batch element and head that shares them. how: `Broadcast`.
+    AXIS: rows belong to a "query" or a "key".
+    """
     call = Reads(q, k, v, do, lse2, delta, bias, mask, parts)
     if AXIS == "key":
         _sum_distances(
@@ -357,7 +363,10 @@ def distance_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, 
 @triton.jit
 def _sum_distances(call, seed, states, lengths, dvalues, how, rule, numbers, buckets, length, ROWS: tl.constexpr,
                    ENTRIES: tl.constexpr, terms, sizes, c):  # fmt: skip
-    """The same of ENTRIES entries of ROWS rows of ``length``. rule: `ByDistance`; numbers: `Range`."""
+    """Compute `distance_gradient_kernel` for ENTRIES entries of ROWS of ``length`` rows.
+
+    rule: `ByDistance`; numbers: `Range`.
+    """
     count, entries = counts_of(numbers)
     tiles, blocks = tl.cdiv(length, ROWS), tl.cdiv(entries, ENTRIES)
     pid = tl.program_id(0)
@@ -396,8 +405,7 @@ def _sum_distances(call, seed, states, lengths, dvalues, how, rule, numbers, buc
 
 @triton.jit
 def _add_to_entries(total, found, buckets, d0, count, e0, entries, REVERSE: tl.constexpr):
-    """``total`` [entries from ``e0`` on, rows] with what was ``found`` for distances ``d0, d0 + 1, ...``, one entry
-    after the other."""
+    """Add the sums ``found`` for distances ``d0, d0 + 1, ...`` to ``total`` [entries from ``e0`` on, rows]."""
     r = tl.arange(0, found.shape[0])
     d = d0 + r
     at = count - 1 - d if REVERSE else d

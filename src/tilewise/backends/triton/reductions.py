@@ -1,4 +1,4 @@
-"""Which gradients of biases are sums over several pairs. Imports no triton."""
+"""Choice of the reduction for bias gradients: stored per pair, or summed. Does not import triton."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from tilewise.spec.problem import Problem
 
 
 def bias_reduction(problem: Problem) -> str:
-    """How tiles of dS become dBias: "store" each, "add" those that share one, or sum to "rows" or "cols" vectors, of
-    which a number is one of the second kind."""
+    """Return how tiles of dS become dBias: "none", "store", "add" (shared elements), or "rows" or "cols" (vectors).
+
+    A scalar bias is of the kind "cols".
+    """
     if problem.bias is None:
         return "none"
     if problem.bias.axes != "matrix":
@@ -20,15 +22,15 @@ def bias_reduction(problem: Problem) -> str:
 
 
 def is_stored_whole(problem: Problem, reduction: str) -> bool:
-    """Whether every element of dBias that a pair has is stored once: of a ragged one those of its sequences."""
+    """True if every element of dBias that belongs to a pair is stored once; a ragged dBias may have gaps."""
     padded = problem.totals is not None and (problem.score.packed is None or "ragged" not in problem.score.packed.forms)
     return reduction == "store" and problem.score.band.unlimited and problem.mask is None and not padded
 
 
 def is_summed(problem: Problem, name: str) -> bool:
-    """Whether several pairs may share an element of the part of that name."""
+    """True if several pairs may share an element of the bias component ``name``."""
     distances = {"query": problem.score.query, "key": problem.score.key}.get(name)
-    if distances is None or problem.parts is None:  # along keys or queries, or along diagonals
+    if distances is None or problem.parts is None:  # a vector or a Toeplitz bias
         return True
     operand = getattr(problem.parts, name)
     assert isinstance(operand, TensorSpec)
@@ -37,12 +39,12 @@ def is_summed(problem: Problem, name: str) -> bool:
 
 
 def is_ordered(problem: Problem, reduction: str) -> bool:
-    """Whether dBias is a sum that must run in one order."""
+    """True if dBias is a sum that must be computed in a fixed order."""
     return problem.deterministic and reduction not in ("none", "store")
 
 
 def empty_bias_gradient(problem: Problem, bias: Tensor | None, reduction: str, device: torch.device) -> Tensor | None:
-    """Where dBias is written: in its own dtype where every element is stored once, else a float32 sum of its shape."""
+    """Return a buffer for dBias: the bias's dtype if every element is stored once, else float32 for a sum."""
     if reduction == "none" or bias is None:
         return None
     dtype = bias.dtype if reduction == "store" else torch.float32

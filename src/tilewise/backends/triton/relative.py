@@ -1,9 +1,8 @@
-"""A bias by distance in the Triton kernels: which of its values a tile of scores reads, and where its gradient goes.
+"""Relative-position biases in the Triton kernels: loads of a tile's values, and stores of their gradients.
 
-Twins of `tilewise.spec.relative`, by pointers. Pair (i, j) has entry ``j - i + origin`` of the row of values that
-belongs to its query, to its key, or to all; `origin_of` makes one number of all that the distances are counted from.
-In a row that belongs to queries neighbouring keys have neighbouring entries. What lies outside is therefore left out
-by the mask of the load: an index that is clamped into the row would hide from the compiler that addresses ascend.
+Twins of `tilewise.spec.relative`, by pointers. Pair (i, j) has entry ``j - i + origin`` (`origin_of`) in a row of
+values that belongs to its query, to its key, or to all. Entries outside the row are excluded by the load's mask, not by
+a clamped index, because that would hide from the compiler that neighbouring keys have neighbouring addresses.
 """
 
 from __future__ import annotations
@@ -20,40 +19,40 @@ from tilewise.backends.triton.tensors import load_operand, operand_place
 from tilewise.spec.problem import Problem
 from tilewise.spec.relative import Relative
 
-# Positions beyond it are as far from all entries as any.
+# Larger numbers are replaced by it: such positions have no entry.
 FAR_AWAY = 1 << 28
 ORIGIN_END = tl.constexpr(1 << 29)
 
 
 class Range(NamedTuple):
-    """Numbers of a bias by distance, each as ``4 n + 2``.
+    """Numbers of a relative-position bias, each encoded as ``4 n + 2``.
 
-    Triton compiles a kernel anew for an integer that is 1 and for one that 16 divides. These are never either, so that
-    another start or length finds the kernel of the last.
+    Triton specializes kernels on integers that are 1 or divisible by 16. Encoded numbers are neither, so that other
+    starts and lengths reuse the compiled kernel.
     """
 
-    lo: int  # the least ``j - i`` that has an entry, less the shift
-    distances: int  # how many have one
-    entries: int  # in a row of values
+    lo: int  # least ``j - i`` with an entry, minus the shift
+    distances: int  # number of distances with an entry
+    entries: int  # per row of values
 
 
 class ByDistance(NamedTuple):
-    """How a bias by distance reads its values; every field is a tl.constexpr."""
+    """Access to the values of a relative-position bias; every field is a tl.constexpr."""
 
-    AXIS: Any  # whose rows: "query", "key" or "none"
-    OUTSIDE: Any  # what other distances have: "zero", "hidden" or "clamp"
-    EVERY: Any  # inside the tensor and the band every pair has an entry
+    AXIS: Any  # rows belong to a "query", a "key" or all ("none")
+    OUTSIDE: Any  # rule for other distances: "zero", "hidden" or "clamp"
+    EVERY: Any  # every pair inside the tensor and the window has an entry
     REVERSE: Any
     GROUP: Any  # query heads that share values
-    SHIFT: Any  # "none", "one" for all, or one for each element of the "batch"
+    SHIFT: Any  # "none", "one" for all, or one per element of the "batch"
     BUCKETS: Any
     WIDE: Any  # offsets inside one tile need 64 bits
     SUMMED: Any  # several pairs may share an entry, so that its gradient is a sum
-    PACKED: Any  # rows of values lie packed, those of a sequence from its first on
+    PACKED: Any  # rows of values are packed: a sequence's begin at its first query or key
 
 
 def by_distance(problem: Problem, name: str, x: Relative) -> ByDistance:
-    """Of the part of that name."""
+    """Return the `ByDistance` of the bias component ``name``."""
     operand, distances, band = getattr(problem.parts, name), x.distances, problem.score.band
     inside_band = (
         x.shift is None and problem.totals is None
@@ -70,7 +69,7 @@ def by_distance(problem: Problem, name: str, x: Relative) -> ByDistance:
 
 
 def _is_wide(values: Tensor) -> bool:
-    """Whether an offset from the first row of a tile needs 64 bits; an entry that is clamped may be any of its row."""
+    """True if an offset from a tile's first row needs 64 bits; a clamped entry may be any in its row."""
     (row, entry), count = values.stride()[2:], max(values.shape[3], 512)
     return 256 * max(row, count) + count * entry >= 2**31
 
@@ -82,7 +81,7 @@ def numbers_of(x: Relative) -> Range:
 
 
 def far_tiles_differ(problem: Problem, relatives: list[tuple[str, Relative]]) -> bool:
-    """Whether tiles that meet no distance with an entry can be computed with less: 0 is added, or the end of a row."""
+    """True if tiles without an entry are cheaper to compute: they add 0, or one value per query."""
     return all(
         x.distances.axis != "none"
         and (x.distances.outside == "zero" or (x.distances.outside == "clamp" and x.distances.axis == "query"))
@@ -93,32 +92,32 @@ def far_tiles_differ(problem: Problem, relatives: list[tuple[str, Relative]]) ->
 
 @triton.jit
 def _plain(x):
-    """A number of `Range` as it is."""
+    """Decode a number of `Range`."""
     return (x - 2) // 4
 
 
 @triton.jit
 def counts_of(numbers):
-    """How many distances have an entry, and how many entries a row has."""
+    """Return the number of distances with an entry, and the number of entries in a row."""
     return _plain(numbers.distances), _plain(numbers.entries)
 
 
 @triton.jit
 def origin_of(shift, numbers, how, b):
-    """The entry of distance 0: pair (i, j) of batch element b has entry ``j - i + origin``."""
+    """Return the entry of distance 0: pair (i, j) of batch element b has entry ``j - i + origin``."""
     origin = -_plain(numbers.lo)
     if how.SHIFT != "none":
         at = shift
         if how.SHIFT == "batch":
             at += b
-        # Positions may be any 64-bit number; sums of this one stay far from 2³¹.
+        # Shifts may be any 64-bit number; clamp, so that sums with the origin fit 32 bits.
         origin = tl.minimum(tl.maximum(tl.load(at) + origin, -ORIGIN_END), ORIGIN_END).to(tl.int32)
     return origin
 
 
 @triton.jit
 def origins(parts, terms, b, c):
-    """`origin_of` the values per query and of those per key, anything where there are none."""
+    """Return `origin_of` the values per query and of those per key; meaningless for absent ones."""
     query, key = b, b
     if c.HAS_PARTS:
         if parts.query is not None:
@@ -130,10 +129,10 @@ def origins(parts, terms, b, c):
 
 @triton.jit
 def entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL: tl.constexpr, FAR: tl.constexpr, sizes):
-    """Where the entries of a tile are in the `Strided` ``x``, which pairs have one, and which may be read.
+    """Return pointers to a tile's entries in the `Strided` ``x``, which pairs have one, and which may be read.
 
-    at: `QueryRows`; cols as `load_operand` has them. TAIL: the tile may reach past the queries or keys. FAR: it meets
-    no distance with an entry, of a bias that is clamped: its rows have one entry each.
+    at: `QueryRows`; cols: as in `load_operand`. TAIL: the tile may reach past the queries or keys. FAR: no distance in
+    the tile has an entry and the bias clamps, so that each row has one entry.
     """
     head = (at.first_head if how.GROUP > 1 else at.head) // how.GROUP
     place = x.pointer + tl.cast(at.b, tl.int64) * x.stride0 + tl.cast(head, tl.int64) * x.stride1
@@ -150,11 +149,11 @@ def entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL: tl.c
         exists = at.m0 + rows < sizes.queries
     elif how.AXIS == "key":
         place = place + tl.cast(n0 + start.key if how.PACKED else n0, tl.int64) * x.stride2
-        # Past the end of the queries a key's row goes on, with entries that no pair has and that may hold NaN.
+        # Past the last query a key's row goes on, with entries that no pair has and that may be NaN.
         exists = (n0 + cols < sizes.keys) & (at.m0 + rows < sizes.queries)
     if how.WIDE:
         rows, columns, entry = rows.to(tl.int64), columns.to(tl.int64), entry.to(tl.int64)
-    # One sum of 32-bit offsets in a tile, then one of addresses.
+    # Add up 32-bit offsets inside the tile, then add them to the address once.
     offset = rows * 0
     if how.AXIS == "query":
         offset = rows * x.stride2
@@ -188,31 +187,31 @@ def entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL: tl.c
 @triton.jit
 def _add_by_distance(added, ALONE: tl.constexpr, x, buckets, numbers, origin, how, start, at, n0, cols,
                      TAIL: tl.constexpr, FAR: tl.constexpr, sizes):  # fmt: skip
-    """``added``, or ALONE nothing, and the bias of a tile, in float32; a value that no pair of it has is not read."""
+    """Return ``added`` (ALONE: 0) plus a tile's bias, in float32. Values that belong to no pair are not read."""
     place, inside, read = entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL, FAR, sizes)
-    if TAIL or (how.OUTSIDE != "clamp" and not how.EVERY):  # noqa: SIM108  (one branch is compiled, not both)
+    if TAIL or (how.OUTSIDE != "clamp" and not how.EVERY):  # noqa: SIM108  (a compile-time condition)
         value = tl.load(place, mask=read, other=0.0)
     else:
         value = tl.load(place)
     value = value.to(tl.float32)
-    if not ALONE:  # a compiler keeps a sum with 0
+    if not ALONE:  # the compiler does not remove an addition of 0
         value += added
     if how.OUTSIDE == "hidden" and not how.EVERY:
-        value = tl.where(inside, value, -float("inf"))  # whatever else is added there
+        value = tl.where(inside, value, -float("inf"))  # also replaces ``added``
     return value
 
 
 @triton.jit
 def _first_diagonal(start, sizes, c):
-    """The entry of distance 0 in a Toeplitz bias."""
+    """Return the entry of distance 0 in a Toeplitz bias."""
     return sizes.queries - 1 + (start.skew if c.PACKED else 0)
 
 
 @triton.jit
 def load_added(x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c):
-    """What a tile of scores gets added, in float32: the bias, and the parts of bias terms.
+    """Return the sum of the bias and all bias components for a tile, in float32.
 
-    Of a shape that broadcasts to that of the scores. NEAR: see `score_products`.
+    Its shape broadcasts to that of the scores. NEAR: see `score_products`.
     """
     parts = x.parts
     added = tl.zeros([1, 1], tl.float32)
@@ -246,9 +245,9 @@ def load_added(x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, s
 
 @triton.jit
 def limits_of(x, terms, c):
-    """The band of a batch element, (lo, hi): the call's, and what a bias by distance hides by a shift on the device."""
+    """Return a batch element's window limits (lo, hi), narrowed by relative-position biases that hide pairs."""
     lo, hi = terms.lo, terms.hi
-    if c.PACKED:  # counted from the last query and key
+    if c.PACKED:  # the window is aligned to the last query and key
         lo, hi = lo + x.start.diagonal, hi + x.start.diagonal
     if c.HAS_PARTS:
         if x.parts.query is not None:
@@ -268,9 +267,9 @@ def _narrower(lo, hi, numbers, origin, how):
 
 @triton.jit
 def near_tiles(x, first, count, begin, end, BY_KEYS: tl.constexpr, terms, sizes, c):
-    """Of tiles ``begin .. end - 1`` those that may meet distances with an entry, an interval.
+    """Return the interval of the tiles ``begin .. end - 1`` that may have distances with an entry.
 
-    They are tiles of keys, seen from queries ``first .. first + count - 1``, or BY_KEYS the other way round.
+    They are tiles of keys for the queries ``first .. first + count - 1``; BY_KEYS swaps queries and keys.
     """
     near_begin, near_end = end, begin
     if x.parts.query is not None:
@@ -295,14 +294,14 @@ def reached(first, count, numbers, origin, BY_KEYS: tl.constexpr, sizes, c):
 
 @triton.jit
 def far_count(begin, near_begin, near_end, end):
-    """Of tiles ``begin .. end - 1`` how many are far; they lie on both sides of those that are near."""
+    """Return how many tiles of ``begin .. end - 1`` are far: those before and after the near ones."""
     left = near_begin - begin
     return left + end - near_end
 
 
 @triton.jit
 def far_place(i, begin, near_begin, near_end):
-    """The place of the ``i``-th tile that is far."""
+    """Return the number of the ``i``-th far tile."""
     left = near_begin - begin
     return tl.where(i < left, begin + i, near_end + i - left)
 
@@ -312,7 +311,7 @@ def far_place(i, begin, near_begin, near_end):
 
 @triton.jit
 def give_parts(x, db, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c):
-    """The gradients of the parts that want one leave a tile; ``db`` is that of the biased scores."""
+    """Store or add a tile's gradients of the bias components; ``db`` is that of the biased scores."""
     parts = x.parts
     if parts.dcols is not None:
         _give_cols(parts.dcols, c.PARTS.cols, x.start, db, at, n0, cols, sizes)
@@ -335,7 +334,7 @@ def give_parts(x, db, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, term
 @triton.jit
 def _give_by_distance(x, buckets, numbers, origin, how, start, db, at, n0, cols, TAIL: tl.constexpr,
                       FAR: tl.constexpr, sizes, c):  # fmt: skip
-    """Stored where an entry has one pair, else added. A pair past the end of the tensor has a gradient of 0."""
+    """Store the gradients of values, or add them if SUMMED. Pairs past the end have a gradient of 0."""
     place, _inside, read = entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL, FAR, sizes)
     if FAR:
         db = tl.sum(db, 0)[None, :]
@@ -347,10 +346,10 @@ def _give_by_distance(x, buckets, numbers, origin, how, start, db, at, n0, cols,
 
 @triton.jit
 def _give_diagonals(x, how, start, db, at, n0, cols, sizes, c):
-    """Sums along the diagonals of a tile, one addition for each distance.
+    """Add the sums along a tile's diagonals to a Toeplitz gradient, with one atomic per distance.
 
-    Column m is turned by m, so that every diagonal lies in a row: row r has distance r and, from where the columns came
-    round again, those that are less by multiples of the height.
+    Column m is rotated by m rows, which turns diagonals into rows: row r has distance r and, where columns wrapped
+    around, distances smaller by multiples of the height.
     """
     turned = tl.gather(db, (cols + at.rows) % c.BLOCK_N, 0)
     head = (at.first_head if how.GROUP > 1 else at.head) // how.GROUP

@@ -1,4 +1,4 @@
-"""Launches that were prepared for some lengths, for others."""
+"""Reuse of prepared launches for calls that differ in their lengths only."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tilewise.spec.problem import Problem
 
 
 def forward_programs(problem: Problem, config: TritonConfig, shares: int) -> int:
-    """Of a forward."""
+    """Return the number of programs of a forward."""
     if problem.totals is not None:
         return tile_count(problem, problem.totals[0], config.block_m) * problem.heads
     return _programs(problem, problem.queries, config, shares)
 
 
 def _programs(problem: Problem, queries: int, config: TritonConfig, shares: int) -> int:
-    """The same of a call that is no packed batch, but for so many queries."""
+    """Return the programs of a forward that is not packed, for another number of queries."""
     rows, heads = queries, problem.heads
     if config.pack_gqa:
         rows, heads = rows * problem.group, problem.kv_heads
@@ -36,8 +36,10 @@ def _programs(problem: Problem, queries: int, config: TritonConfig, shares: int)
 
 
 def ragged(problem: Problem, config: TritonConfig) -> tuple[bool, bool]:
-    """What depends on lengths in `Constexprs`, of a problem without parts whose mask needs no lists: RAGGED_M and
-    RAGGED_N."""
+    """Return RAGGED_M and RAGGED_N.
+
+    Without bias components and mask lists no other field of `Constexprs` depends on lengths.
+    """
     if problem.totals is not None:
         return True, True
     return _ragged(problem.queries, problem.keys, problem.group, config)
@@ -50,14 +52,14 @@ def _ragged(queries: int, keys: int, group: int, config: TritonConfig) -> tuple[
 
 # --- forward ---
 
-# Where in values of `resized_forward` things stand: programs of both launches, the band's limits and sizes; how tensors
-# lie, o, the sums of shares, q, k and v, then bias, mask and sink, those that are there.
+# Positions in the values of `resized_forward`: programs of both launches, window limits, sizes; then shape and strides
+# of o, the splits' sums, q, k, v, and of bias, mask and sink if present.
 _PROGRAMS, _MERGES, _LO, _HI, _QUERIES, _KEYS, _SPLITS, _FIRST = range(8)
 _O, _SHARES, _Q, _K, _V, _MORE = range(_FIRST, _FIRST + 12, 2)
 
 
 def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
-    """The launches of a `TritonForward`, and what of them differs with lengths; see `resized_launches`."""
+    """Return the launches of a `TritonForward` and what depends on lengths in them, see `resized_launches`."""
     more = iter(range(_MORE, _MORE + 6, 2))
     bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
     merges = run.merge is not None
@@ -72,8 +74,7 @@ def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
 
 
 def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Any:
-    """A `TritonForward` for other lengths than ``run``'s; None where these ask for something else that is compiled
-    in."""
+    """Return the `TritonForward` ``run`` for other lengths; None if they need other compile-time parameters."""
     _, M, N, layouts = structure
     problem, config = run.problem, run.config
     group, first, last = run.group, *tiles.clipped(lo, hi)
@@ -107,14 +108,14 @@ def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | No
 
 
 def _more(inputs: Inputs) -> tuple[tuple[int, ...], ...]:
-    """How bias, mask and sink lie, which hardly any call has."""
+    """Return shapes and strides of bias, mask and sink, as far as present."""
     _, _, _, bias, mask, sink, *_ = inputs
     found = tuple([y for x in (bias, mask) if x is not None for y in (x.shape, x.stride())])
     return found if sink is None else (*found, (*sink.shape, 1), (*sink.stride(), 1))
 
 
 class ResizedForward:
-    """A `TritonForward` for other lengths."""
+    """Forward of a `TritonForward` for other lengths."""
 
     __slots__ = ("band", "kept", "launches", "layout_o", "of", "other", "shared", "structure", "varied")
 
@@ -124,8 +125,8 @@ class ResizedForward:
     ) -> None:  # fmt: skip
         self.of, self.structure, self.band, self.layout_o, self.shared = of, structure, band, layout_o, shared
         self.varied, self.launches = values, launches
-        self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
-        self.other: Any = None  # with smaller tiles
+        self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # caches of the two launches
+        self.other: Any = None  # in less shared memory
 
     @property
     def problem(self) -> Problem:
@@ -152,7 +153,7 @@ class ResizedForward:
                         values, kept, q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, None, sum_lse
                     )  # fmt: skip
                     launches[1].run(values, merge_kept, sums, sum_lse, o, None, lse, sink)
-        except OutOfResources:  # as it was when a `Forward` met it, which looks for smaller tiles
+        except OutOfResources:  # a new `TritonForward` handles it, see `launch._smaller`
             self.other = type(self.of)(self.problem, inputs)
             return self.other(inputs)
         return Outputs(o, lse)
@@ -165,7 +166,7 @@ def _limited(terms: Any, problem: Problem) -> Any:
 
 # --- backward ---
 
-# Where in what `resized_backward` gives tensors stand.
+# Positions of shapes and strides in the values of `resized_backward`.
 _BQ, _BK, _BV, _DO, _OUT, _DQ, _DK, _DV, _STATS, _ACCUM, _DLSE = range(0, 22, 2)
 
 
@@ -173,7 +174,7 @@ def resized_backward(
     run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
     cotangents: Outputs,
 ) -> Any:  # fmt: skip
-    """The same of a `TritonBackward`."""
+    """Return the `TritonBackward` ``run`` for other lengths; None if they need other compile-time parameters."""
     p, config = resized_problem(run.problem, structure, lo, hi), run.config
     (q, k, v, *_), (do, dlse, _) = inputs, cotangents
     if ragged(p, config) != run.choices:

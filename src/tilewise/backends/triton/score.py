@@ -1,4 +1,4 @@
-"""A tile of scores in the Triton kernels, and which of its pairs are visible."""
+"""Scores and visible pairs of a tile in the Triton kernels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from tilewise.backends.triton.tile_mask import listed_pairs
 
 @triton.jit
 def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c):
-    """The scores of a tile, A B with all that comes after and is added; the softcap's derivative, see `score_tile`; and
-    what was added, in float32.
+    """Return the scores of a tile from A B, the softcap's derivative (see `score_tile`), and the bias in float32.
 
-    NEAR: it may meet distances that have an entry. With BIAS_FIRST the product starts from what is added, and the
-    scores are in the units of the product: a tile that is read by pointers, where no pipeline is lost by that, would
-    else have Triton take the maximum and the sum of its rows in the layout in which it is read, in twice as many
-    instructions.
+    NEAR: some distance in the tile may have an entry. With BIAS_FIRST the accumulator starts from the bias, and scores
+    are in the units of the product. Triton: with a bias by pointers, not pipelined in any case, row maxima and sums
+    would else be computed in the layout of the bias load, with twice as many instructions.
     """
     if c.BIAS_FIRST:
         added = load_added(x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
@@ -36,21 +34,20 @@ def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr
 
 @triton.jit
 def visible_tile(x, at, n0, cols, terms, sizes, MASKED: tl.constexpr, PARTIAL: tl.constexpr, TAIL: tl.constexpr, c):
-    """Which pairs of a tile are visible: by the mask where it is MASKED, in the band and inside the keys where it is
-    PARTIAL.
+    """Return the visible pairs of a tile: by the mask if MASKED, by the window and the end of the keys if PARTIAL.
 
-    A mask is read without asking whether this tile needs it: a load under a condition of its own tile is a test, a
-    selection and a wait more for each element of those that do.
+    A mask is loaded unconditionally: a load that depends on the tile's state takes one more test, select and wait per
+    element.
     """
     if PARTIAL:
         visible = (n0 + cols < sizes.keys) & (at.rows >= 0)
         if terms.HAS_LO or terms.HAS_HI or not MASKED:
             rows, columns = at.m0 + at.rows, n0 + cols
-            if c.PACKED:  # the band is counted from the last query and key
+            if c.PACKED:  # the window is aligned to the last query and key
                 rows += tl.maximum(x.start.diagonal, 0)
                 columns += tl.maximum(-x.start.diagonal, 0)
             visible &= in_band(rows, columns, terms)
-    else:  # always; in the layout of the scores it makes Triton take the mask there too
+    else:  # all True; Triton then computes the mask in the layout of the scores
         visible = (at.rows >= 0) & (cols >= 0)
     if MASKED:
         if c.MASK_HOW.LAYOUT == "bits" or c.MASK_HOW.LAYOUT == "intervals":

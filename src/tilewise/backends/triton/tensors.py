@@ -1,6 +1,6 @@
-"""How a kernel reads and writes tensors: by TMA descriptor where the tensor allows it, by pointers elsewhere.
+"""Loads and stores of tensors in the Triton kernels: by TMA where the tensor allows it, else by pointers.
 
-A tensor arrives in a kernel as one argument, a `Strided` or a tensor descriptor, with a switch that says which.
+A tensor is one kernel argument, a `Strided` or a tensor descriptor, and a compile-time switch tells which.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from tilewise.spec.tma import tensor_fits_tma
 
 
 class Broadcast(NamedTuple):
-    """How a bias or mask spreads over batch, heads, rows and columns; every field is a tl.constexpr."""
+    """Broadcasting and memory access of a bias or mask; every field is a tl.constexpr."""
 
-    BATCH: Any  # a matrix for each batch element, or one for all
+    BATCH: Any  # one matrix per batch element, else one for all
     GROUP: Any  # query heads that share a matrix
-    ROWS: Any  # full along the queries, or one row for all
+    ROWS: Any  # full along the queries, else one row for all
     COLS: Any
     TMA: Any
-    LAYOUT: Any = "padded"  # in a packed batch: or "packed", along its axis, or "pairs", a matrix a sequence
+    LAYOUT: Any = (
+        "padded"  # layout in a packed batch: "padded", "packed" along its axis, or "pairs", a matrix per sequence
+    )
     FLAT: Any = False  # neighbours in a row are neighbours in a warp, see `flat_place`
 
 
 class Starts(NamedTuple):
-    """Where a sequence of a packed batch begins, see `packed`."""
+    """Offsets of one sequence of a packed batch, see `varlen`."""
 
-    query: Any  # its first row of q and o, and of what lies as they do
-    key: Any
-    pair: Any  # of a ragged bias, its first element
-    padded: Any  # its first row of the backward's row statistics
+    query: Any  # first row in q, o and tensors laid out like them
+    key: Any  # first row in k and v
+    pair: Any  # first element in a ragged bias
+    padded: Any  # first row in the backward's row statistics
     diagonal: Any  # keys - queries
-    skew: Any  # of a Toeplitz bias, the entry of its least distance
-    rows: Any = 0  # its queries, also those past the longest sequence's as the caller gave it
+    skew: Any  # entry of the sequence's least distance in a Toeplitz bias
+    rows: Any = 0  # queries, not limited to the caller's max_seqlen_q
 
 
 class Reads(NamedTuple):
-    """What the tile bodies read: built inside a kernel, because descriptors can only be arguments of their own."""
+    """Operands of the tile functions; built inside a kernel, because descriptors must be separate kernel arguments."""
 
     q: Any
     k: Any
@@ -61,17 +63,14 @@ class Reads(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The queries of a tile, built inside a kernel. With PACK_GQA a tile holds the query heads of one key/value head.
-
-    rows: [BLOCK_M, 1], or [1, BLOCK_M] for a transposed tile.
-    """
+    """Queries of a tile, built inside a kernel. With PACK_GQA a tile has all query heads of one key/value head."""
 
     b: Any
     kv_head: Any
-    head: Any  # query head, or with PACK_GQA one for each row, [BLOCK_M, 1]
+    head: Any  # query head; with PACK_GQA one per row, [BLOCK_M, 1]
     first_head: Any  # of the tile
     m0: Any  # query of row r: m0 + rows[r]
-    rows: Any
+    rows: Any  # [BLOCK_M, 1], transposed [1, BLOCK_M]
 
 
 class ProblemSizes(NamedTuple):
@@ -82,12 +81,12 @@ class ProblemSizes(NamedTuple):
     keys: int
     head_dim: int
     value_dim: int
-    padded_queries: int  # queries, rounded up to whole tiles: the length of the backward's row statistics
+    padded_queries: int  # queries rounded up to full tiles: length of the backward's row statistics
     splits: int = 1  # programs that share the keys of one tile of queries
-    # Of a packed batch all of them; queries and keys are the longest sequence's, or of a program its own one's.
+    # Sums over a packed batch, whose queries and keys above are the longest sequence's, or a program's own sequence's.
     total_queries: int | None = None
     total_keys: int | None = None
-    pairs: int | None = None  # of a ragged bias, those of all matrices
+    pairs: int | None = None  # elements of a ragged bias
 
 
 def broadcast(x: TensorSpec, group: BroadcastGroup, tma: bool, layout: str = "padded") -> Broadcast:
@@ -95,28 +94,30 @@ def broadcast(x: TensorSpec, group: BroadcastGroup, tma: bool, layout: str = "pa
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """The layout of a tensor that is read by TMA, in boxes of (rows, cols) of its last two axes; the hardware reads 0
-    outside the tensor and writes nothing there."""
+    """Return the layout of a tensor that is read by TMA in boxes of (rows, cols) of its last two axes.
+
+    The hardware reads 0 outside the tensor and writes nothing there.
+    """
     strides = row_strides(x.shape, x.stride(), x.element_size())
     return boxed(TensorDescriptor, x, strides, (1, 1, rows, cols))
 
 
 def wide(*tensors: Tensor | None) -> bool:
-    """Whether an offset inside one tile can pass 2³¹ elements, so that it needs 64 bits."""
+    """True if an offset inside one tile can exceed 2³¹ elements, so that it needs 64 bits."""
     return any(256 * max(x.stride()) >= 2**31 for x in tensors if x is not None and x.numel())
 
 
 def comes_by_elements(problem: Problem, bias: Tensor | None) -> bool:
-    """Whether a bias's tiles come by loads of two bytes, in no pipeline, for its rows begin anywhere.
+    """True if a bias is loaded in elements of two bytes, without a pipeline, because its rows are not aligned.
 
-    On Hopper, where it was measured; elsewhere tiles of any bias come by pointers.
+    This holds on Hopper only, where it was measured; elsewhere every bias is read by pointers.
     """
     hopper = problem.capability is not None and problem.capability[0] == 9
     return hopper and problem.bias_itemsize == 2 and begins_anywhere(problem, bias)
 
 
 def begins_anywhere(problem: Problem, bias: Tensor | None) -> bool:
-    """Whether a bias has rows of neighbours in memory that need not begin at multiples of 16 bytes."""
+    """True if a bias has contiguous rows that may start at addresses that are not multiples of 16 bytes."""
     if bias is None:
         return False
     packed = problem.score.packed
@@ -127,15 +128,14 @@ def begins_anywhere(problem: Problem, bias: Tensor | None) -> bool:
 
 @triton.jit
 def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
-    """(tile, head, batch) of this program: what varies fastest decides which run together, `Problem.raster_order`."""
+    """Return this program's (tile, head, batch). Neighbouring programs run together, see `Problem.raster_order`."""
     pid = tl.program_id(0)
     if ORDER == "tiles":
         tile = pid % tiles
         pid = pid // tiles
         return tile, pid % heads, pid // heads
     elif ORDER == "longest":
-        # Programs differ in length: the longest of eight heads first, then the next, so that the last to run are short.
-        # Eight heads' keys and values still fit the L2.
+        # Longest first (LPT) over groups of eight heads, whose keys and values fit the L2: the last programs are short.
         first = pid // (8 * tiles) * 8
         width = tl.minimum(heads * batch - first, 8)
         pid = pid - first * tiles
@@ -153,27 +153,31 @@ def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
 
 @triton.jit
 def head_at(b, h, sizes, c):
-    """The place of a query head among those of all batch elements; sequences of a packed batch have the same heads."""
+    """Return the index of a query head among all batch elements; in a packed batch all sequences share the heads."""
     return tl.cast(b * 0 if c.PACKED else b, tl.int64) * sizes.heads + h
 
 
 @triton.jit
 def lse_length(sizes, c):
-    """Numbers of the LSE that each head has."""
+    """Return the number of LSE elements per head."""
     return sizes.total_queries if c.PACKED else sizes.queries
 
 
 @triton.jit
 def row_at(head, m, length):
-    """The place of query ``m`` of a head, see `head_at`, in numbers of which each head has ``length``: the LSE, or,
-    with `ProblemSizes.padded_queries`, the backward's row statistics."""
+    """Return the index of query ``m`` of a head (`head_at`) in a buffer with ``length`` elements per head.
+
+    The buffer is the LSE or, with `ProblemSizes.padded_queries`, the backward's row statistics.
+    """
     return head * length + m
 
 
 @triton.jit
 def dq_accum_at(dq_accum, head, m, sizes, c):
-    """Where queries ``m`` of a head are in the sum of dQᵀ, (B, H, D, padded queries), and which dimensions there are:
-    [BLOCK_D, M] and [BLOCK_D, 1]."""
+    """Return pointers [BLOCK_D, M] to queries ``m`` of a head in the sum of dQᵀ, and a mask [BLOCK_D, 1].
+
+    dq_accum: (B, H, D, padded queries).
+    """
     d = tl.arange(0, c.BLOCK_D)
     at = dq_accum + (head * sizes.head_dim + d)[:, None] * sizes.padded_queries + m[None, :]
     return at, (d < sizes.head_dim)[:, None]
@@ -182,10 +186,9 @@ def dq_accum_at(dq_accum, head, m, sizes, c):
 @triton.jit
 def load_rows(x, b, h, row0, BLOCK: tl.constexpr, row_end, DIM: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
               sizes, c):  # fmt: skip
-    """The tile [BLOCK, padded dim] of q, k, v, o or do that starts at ``row0``; 0 outside the tensor.
+    """Load the tile [BLOCK, padded dim] of q, k, v, o or do that starts at ``row0``; 0 outside the tensor.
 
-    DIM: "head" or "value", which of the two dimensions the columns are. TAIL: rows may pass ``row_end``, a number or
-    one for each row.
+    DIM: dimension of the columns, "head" or "value". TAIL: rows may pass ``row_end``, one number or one per row.
     """
     COLS: tl.constexpr = c.BLOCK_D if DIM == "head" else c.BLOCK_DV
     EVEN: tl.constexpr = c.EVEN_D if DIM == "head" else c.EVEN_DV
@@ -213,7 +216,7 @@ def load_rows(x, b, h, row0, BLOCK: tl.constexpr, row_end, DIM: tl.constexpr, TM
 
 @triton.jit
 def load_group_rows(x, at, row_end, sizes, c):
-    """The tile [BLOCK_M, padded head dim] of q, each row of its own head; 0 outside the tensor."""
+    """Load the tile [BLOCK_M, padded head dim] of q, each row of its own head; 0 outside the tensor."""
     cols = tl.arange(0, c.BLOCK_D)[None, :]
     row = x.pointer + tl.cast(at.b, tl.int64) * x.stride0 + tl.cast(at.head, tl.int64) * x.stride1
     row += tl.cast(at.m0 + at.rows, tl.int64) * x.stride2
@@ -223,7 +226,7 @@ def load_group_rows(x, at, row_end, sizes, c):
 
 @triton.jit
 def store_rows(x, value, b, h, rows, row_end, col_end, COLS: tl.constexpr):
-    """Store [rows, COLS] into a `Strided`, in its dtype; what lies past the ends is dropped. h: as `QueryRows.head`."""
+    """Store [rows, COLS] into a `Strided`, in its dtype, except past the ends. h: as `QueryRows.head`."""
     cols = tl.arange(0, COLS)
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
@@ -233,15 +236,14 @@ def store_rows(x, value, b, h, rows, row_end, col_end, COLS: tl.constexpr):
 
 @triton.jit
 def load_sink(x, b, h, m, sizes):
-    """The sink of queries ``m``, in float32. x: `Strided`, whose last axis is of size 1; h: as `QueryRows.head`, or of
-    each query."""
+    """Load the sink of queries ``m``, in float32. x: `Strided`, last axis of size 1; h: one head, or one per query."""
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     return tl.load(at + m.to(tl.int64) * x.stride2, mask=m < sizes.queries, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def operand_place(x, how, start, b, h, sizes):
-    """Where the matrix that (b, h) uses of a bias or mask begins, and its strides along queries and keys."""
+    """Return the pointer to the matrix of a bias or mask that (b, h) uses, and its strides along queries and keys."""
     mb, mh = matrix_of(how, b, h)
     place = x.pointer + tl.cast(mb, tl.int64) * x.stride0 + tl.cast(mh, tl.int64) * x.stride1
     stride2, stride3 = x.stride2, x.stride3
@@ -256,11 +258,11 @@ def operand_place(x, how, start, b, h, sizes):
 
 @triton.jit
 def flat_place(place, stride2, m0, n0, M: tl.constexpr, N: tl.constexpr, sizes, c):
-    """Where the numbers of a tile [M, N] are, row after row in one dimension, and which there are.
+    """Return pointers to the elements of a tile [M, N] as one dimension, and which of them exist.
 
-    Rows begin anywhere, so that each number is a load of its own. Of a tile in two dimensions Triton gives a thread 8
-    neighbours, as it does of q, k and v of the same shape: a warp's load is then of 4 rows, 8 places of each. In one
-    dimension a warp takes 32 neighbours of a row, which are in one line of the cache or two.
+    Rows are not aligned, so each element is a separate load. Triton: in two dimensions a thread gets 8 neighbours, as
+    for q, k and v of the same shape, and a warp's load reads 8 elements in each of 4 rows. In one dimension a warp
+    reads 32 neighbours of a row, from one or two cache lines.
     """
     i = tl.arange(0, M * N)
     row, col = i // 32 % 4 + i // (4 * N) * 4, i % 32 + i // 128 % (N // 32) * 32
@@ -271,17 +273,17 @@ def flat_place(place, stride2, m0, n0, M: tl.constexpr, N: tl.constexpr, sizes, 
 
 @triton.jit
 def matrix_of(how, b, h):
-    """Batch and head index of the bias or mask matrix that (b, h) uses."""
+    """Return the batch and head index of the bias or mask matrix that (b, h) uses."""
     mb = b if how.BATCH else b * 0
     return mb, h // how.GROUP
 
 
 @triton.jit
 def load_operand(x, how, start, at, n0, cols, TAIL: tl.constexpr, sizes, c):
-    """The tile of a bias or mask, of a shape that broadcasts to that of the scores; 0 outside the tensor.
+    """Load a tile of a bias or mask, in a shape that broadcasts to that of the scores; 0 outside the tensor.
 
-    start: `Starts` of a packed batch. at: `QueryRows`. cols count from 0, [1, BLOCK_N] or, for a transposed tile,
-    [BLOCK_N, 1]. TAIL: the tile may reach past the tensor. Heads of a tile that share a matrix read it once.
+    start: `Starts` of a packed batch. at: `QueryRows`. cols: from 0, [1, BLOCK_N], transposed [BLOCK_N, 1]. TAIL: the
+    tile may reach past the tensor. Heads of a tile that share a matrix read it once.
     """
     m0, rows = at.m0, at.rows
     head = at.first_head if how.GROUP > 1 else at.head
@@ -314,7 +316,7 @@ def load_operand(x, how, start, at, n0, cols, TAIL: tl.constexpr, sizes, c):
         else:
             at = at + rows * 0
             inside = rows >= 0
-        if TAIL:  # noqa: SIM108  (one branch is compiled, not both)
+        if TAIL:  # noqa: SIM108  (a compile-time condition)
             tile = tl.load(at, mask=inside, other=0)
         else:
             tile = tl.load(at)
@@ -328,21 +330,23 @@ def load_operand(x, how, start, at, n0, cols, TAIL: tl.constexpr, sizes, c):
 
 @triton.jit
 def dot(a, b, acc, c):
-    """acc + A B; ``acc`` may be None. Nothing rounded is kept: a program meets some of its tiles in every step, and
-    their copies in registers cost thousands of bytes of spills."""
+    """Return acc + A B; ``acc`` may be None.
+
+    Rounded operands are not kept in registers: copies of tiles that are used in every step spill thousands of bytes.
+    """
     return product(a, b, acc, c.PRECISION, False)
 
 
 @triton.jit
 def prefetch_bias(x, how, start, b, h, m0, n0, sizes, c):
-    """Asks for a tile of a bias, to be in the L2 when it is read; what lies outside is the last row or column again.
+    """Prefetch a tile of a bias into the L2; rows and columns are clamped to the last one.
 
-    One element for each 128 bytes of a row of 64 numbers of two bytes, or for each half of a longer one.
+    Each row takes two prefetches, one for each half.
     """
     place, stride2, stride3 = operand_place(x, how, start, b, h, sizes)
     i = tl.arange(0, 2 * c.BLOCK_M)
     m = tl.minimum(m0 + i // 2, sizes.queries - 1)
     n = tl.minimum(n0 + i % 2 * (c.BLOCK_N // 2), sizes.keys - 1)
     at = place + m.to(tl.int64) * stride2 + n.to(tl.int64) * stride3
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # a result that nobody reads: Triton wants one
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"  # Triton requires a result; it is not used
     tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)

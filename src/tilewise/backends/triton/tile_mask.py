@@ -1,4 +1,4 @@
-"""A mask by tiles in the Triton kernels: what is left of their tiles, and the pairs of one that is mixed."""
+"""Tile masks in the Triton kernels: the states of kernel tiles, and the visible pairs of a partial tile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewise.backends.triton.tensors import matrix_of
 
 @triton.jit
 def listed_pairs(x, how, at, n0, cols, sizes):
-    """Of a tile of scores the visible pairs; what lies past an end is as its last query or key. at: `QueryRows`."""
+    """Return the visible pairs of a tile; indices past an end are clamped to the last one. at: `QueryRows`."""
     head = at.first_head if how.GROUP > 1 else at.head
     mb, mh = matrix_of(how, at.b, head)
     matrix = tl.cast(mb, tl.int64) * (sizes.heads // how.GROUP) + mh
@@ -22,9 +22,9 @@ def listed_pairs(x, how, at, n0, cols, sizes):
 
 @triton.jit
 def tile_summary_kernel(x, states, queries, keys, how, c):
-    """What is left of one tile of a kernel, as `visibility.summary_kernel` says it of a bool mask. c: `Masking`.
+    """Store the state of one kernel tile, like `visibility.summary_kernel` for a bool mask. c: `Masking`.
 
-    Pairs are looked at only where the tiles of the mask do not say it by themselves.
+    Pairs are read only if the states of the overlapping mask tiles do not decide.
     """
     m_count, n_count = tl.cdiv(queries, c.BLOCK_M), tl.cdiv(keys, c.BLOCK_N)
     pid = tl.program_id(0)

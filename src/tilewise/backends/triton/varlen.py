@@ -1,9 +1,11 @@
-"""Packed batches in the Triton kernels: a program finds its sequence once, and then computes a dense call of that one.
+"""Packed batches in the Triton kernels: each program finds its sequence, then computes a dense call of it.
 
-Tensors that lie packed get their pointers moved to the sequence's first row, and sizes become its own; what is counted
-from the ends, the band and a Toeplitz bias, is moved by how the sequence's lengths differ. Nobody waits for lengths:
-there are as many programs as tiles could be, ``total // BLOCK + B``, and the first tile of sequence b has the number
-``cu[b] // BLOCK + b``, which leaves room for all of its tiles. Row statistics are padded to whole tiles in that order.
+Pointers of packed tensors are moved to the sequence's first row, and sizes become the sequence's. The window and a
+Toeplitz bias, which are aligned to the ends, are shifted by the difference of the sequence's lengths.
+
+The host does not synchronize to read lengths: it launches the most programs that can be needed,
+``total // BLOCK + B``. The first tile of sequence b has the number ``cu[b] // BLOCK + b``, so tiles of different
+sequences never overlap. Row statistics are padded to full tiles in this order.
 """
 
 from __future__ import annotations
@@ -23,39 +25,39 @@ from tilewise.spec.rounding import with_low_bits
 from tilewise.spec.seqlens import Lengths
 
 NO_LENGTHS = (None,)
-READ = tl.constexpr(128)  # offsets that are read at a time
+READ = tl.constexpr(128)  # offsets loaded at a time
 
 
 def lengths_layout(lengths: Lengths | None) -> Any:
-    """The layout of `flat_lengths`; of a dense call the kernel is compiled as if it knew of none."""
+    """Return the layout of `flat_lengths`; `POINTER` for a dense call, whose kernel is compiled without lengths."""
     return POINTER if lengths is None else Record(Lengths, (POINTER,) * len(lengths))
 
 
 def flat_lengths(lengths: Lengths | None) -> tuple:
-    """For a `Launch`."""
+    """Return the tensors of ``lengths`` for a `Launch`."""
     return NO_LENGTHS if lengths is None else tuple([None if x is None else x.contiguous() for x in lengths])
 
 
 def tile_count(problem: Problem, total: int, block: int) -> int:
-    """Tiles of a packed batch's queries or keys, some of which are empty."""
+    """Return the number of tiles for a packed batch's queries or keys; some have no rows."""
     return total // block + problem.batch
 
 
 @triton.jit
 def rows_from(x, first):
-    """A `Strided` whose rows begin at row ``first``."""
+    """Return a `Strided` whose rows begin at row ``first``."""
     return Strided(x.pointer + tl.cast(first, tl.int64) * x.stride2, x.stride0, x.stride1, x.stride2, x.stride3)
 
 
 @triton.jit
 def _offset(at, total):
-    """An offset between 0 and ``total``, whatever stands there: nothing outside is read or written."""
+    """Load an offset, clamped to 0 .. ``total``, so that wrong offsets access no other memory."""
     return tl.minimum(tl.maximum(tl.load(at), 0), total).to(tl.int32)
 
 
 @triton.jit
 def _sequence_of(cu, tile, total, sizes, BLOCK: tl.constexpr):
-    """(sequence, tile in it) of one of `tile_count` tiles; a tile that the sequence does not have is empty."""
+    """Return (sequence, tile in it) of one of `tile_count` tiles; the sequence may not have this tile."""
     count = tile * 0
     for n0 in range(0, sizes.batch, READ):
         n = n0 + tl.arange(0, READ)
@@ -68,19 +70,19 @@ def _sequence_of(cu, tile, total, sizes, BLOCK: tl.constexpr):
 
 @triton.jit
 def sequence_of(lengths, b, sizes, c):
-    """Where a sequence begins, how many queries it has, and how many keys."""
+    """Return the `Starts` of a sequence, and its numbers of queries and keys."""
     q0, k0 = _offset(lengths.cu_q + b, sizes.total_queries), _offset(lengths.cu_k + b, sizes.total_keys)
     queries = tl.maximum(_offset(lengths.cu_q + b + 1, sizes.total_queries) - q0, 0)
     keys = tl.maximum(_offset(lengths.cu_k + b + 1, sizes.total_keys) - k0, 0)
     if lengths.used_k is not None:
         keys = _offset(lengths.used_k + b, keys)
     pair = tl.cast(q0, tl.int64) * 0
-    if lengths.pairs is not None:  # no key for a sequence whose matrix does not lie within all of them
+    if lengths.pairs is not None:  # a sequence whose matrix exceeds the ragged bias has no keys
         pair = tl.load(lengths.pairs + b).to(tl.int64)
         inside = (pair >= 0) & (pair <= sizes.pairs) & (pair + tl.cast(keys, tl.int64) * queries <= sizes.pairs)
         keys = tl.where(inside, keys, 0)
     rows = queries
-    # A bias that is padded has no more.
+    # A padded bias has no more rows and columns than the longest sequence.
     queries, keys = tl.minimum(queries, sizes.queries), tl.minimum(keys, sizes.keys)
     skew = sizes.queries - queries if c.FROM_START else sizes.keys - keys
     start = Starts(q0, k0, pair, (q0 // c.BLOCK_M + b) * c.BLOCK_M, keys - queries, skew, rows)
@@ -89,8 +91,10 @@ def sequence_of(lengths, b, sizes, c):
 
 @triton.jit
 def _sizes_of(queries, keys, exists, sizes):
-    """The sizes of a dense call of a sequence. Of a tile that does not exist they are 0, so that it visits no tile and
-    stores nothing. (Triton 3.6 loses constants of the arguments after an early return.)"""
+    """Return the sizes of a sequence's dense call. If the tile does not exist, lengths are 0 and nothing is stored.
+
+    Triton 3.6: after an early return constants of the arguments are lost, so programs do not return early.
+    """
     return ProblemSizes(
         1, sizes.heads, sizes.group, tl.where(exists, queries, 0), tl.where(exists, keys, 0), sizes.head_dim,
         sizes.value_dim, sizes.padded_queries, 1, sizes.total_queries, sizes.total_keys, sizes.pairs,
@@ -99,14 +103,14 @@ def _sizes_of(queries, keys, exists, sizes):
 
 @triton.jit
 def own_sizes(lengths, b, sizes, c):
-    """`Starts` of a sequence, and the sizes of a dense call of it."""
+    """Return the `Starts` of a sequence, and the sizes of its dense call."""
     start, queries, keys = sequence_of(lengths, b, sizes, c)
     return start, _sizes_of(queries, keys, queries >= 0, sizes)
 
 
 @triton.jit
 def query_tile(lengths, tile, sizes, c):
-    """(sequence, its tile of queries, `Starts`, its sizes) of a program. A tile before all sequences has no rows."""
+    """Return a program's (sequence, tile of queries, `Starts`, sizes). Tiles before the first sequence have no rows."""
     b, tile = _sequence_of(lengths.cu_q, tile, sizes.total_queries, sizes, c.BLOCK_M)
     start, queries, keys = sequence_of(lengths, b, sizes, c)
     own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_M < queries), sizes)
@@ -117,7 +121,7 @@ def query_tile(lengths, tile, sizes, c):
 
 @triton.jit
 def key_tile(lengths, tile, sizes, c):
-    """The same of a tile of keys."""
+    """Return a program's (sequence, tile of keys, `Starts`, sizes), like `query_tile`."""
     b, tile = _sequence_of(lengths.cu_k, tile, sizes.total_keys, sizes, c.BLOCK_N)
     start, queries, keys = sequence_of(lengths, b, sizes, c)
     own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_N < keys), sizes)
@@ -126,17 +130,17 @@ def key_tile(lengths, tile, sizes, c):
 
 @triton.jit
 def ends_of_all(lengths, sizes):
-    """Where the first sequence begins, and the last one ends."""
+    """Return the first query of the first sequence, and the end of the last one."""
     first = _offset(lengths.cu_q, sizes.total_queries)
     return first, _offset(lengths.cu_q + sizes.batch, sizes.total_queries)
 
 
 @triton.jit
 def zero_unowned(o, lse, ends, place, h, tile, start, queries, sizes, c):
-    """Zeroes what no program of `forward_kernel` computes of o, with an LSE of -inf: rows before the first sequence and
-    past the last one, and of a sequence those past the longest as the caller gave it.
+    """Set o = 0 and LSE = -inf in rows that `forward_kernel` does not compute.
 
-    ends: `ends_of_all`. place: the program's tile of queries among all; tile: in its sequence, of so many ``queries``.
+    These are the rows before the first and after the last sequence, and a sequence's rows past the caller's
+    max_seqlen_q. ends: `ends_of_all`. place: the program's tile among all; tile: in its sequence of ``queries`` rows.
     """
     first, last = ends
     row = place * c.BLOCK_M
@@ -158,7 +162,7 @@ def _zero_rows(o, lse, h, rows, inside, sizes, c):
 
 
 def packed_sink_gradient(sink: Tensor, outputs: Outputs, cotangents: Outputs) -> Tensor:
-    """Of a packed batch, whose rows that no sequence has may hold anything: they have an LSE of -inf."""
+    """Return dSink of a packed batch; rows of no sequence, with LSE = -inf and arbitrary values, add nothing."""
     lse, (do, dlse, _) = outputs.lse, cotangents
     assert lse is not None
     minus_delta = (do.float() * with_low_bits(outputs.o, outputs.o_low)).sum(-1).neg_()

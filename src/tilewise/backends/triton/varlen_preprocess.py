@@ -1,4 +1,4 @@
-"""Before the backward of a packed batch: all that its kernels ask for, in one launch."""
+"""Preprocessing for the backward of a packed batch, in one launch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tilewise.backends.triton.backward import mark_finite, row_statistics
 from tilewise.backends.triton.tensors import ProblemSizes, store_rows
 from tilewise.backends.triton.varlen import READ, query_tile, rows_from, sequence_of
 
-CHUNK = tl.constexpr(4096)  # elements of a ragged dBias
+CHUNK = tl.constexpr(4096)  # elements of a ragged dBias per program
 
 
 def programs(sizes: ProblemSizes, block_m: int, block_n: int, dq: Any, gaps: bool) -> int:
-    """How many `packed_preprocess_kernel` takes; dq: None, or not. gaps: whether it has a dBias."""
+    """Return the number of programs of `packed_preprocess_kernel`. dq: may be None; gaps: dBias is not None."""
     assert sizes.total_queries is not None
     assert sizes.total_keys is not None
     assert sizes.pairs is not None
@@ -29,10 +29,10 @@ def programs(sizes: ProblemSizes, block_m: int, block_n: int, dq: Any, gaps: boo
 @triton.jit
 def packed_preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths, own, dq, dbias, sizes,
                              HAS_DLSE: tl.constexpr, c):  # fmt: skip
-    """`row_statistics`, `mark_finite`, zeros in dq, dk and dv, of which rows may have no sequence or no query that sees
-    them, and in a ragged dbias between matrices. Each program does one of these for a tile or a chunk.
+    """Compute `row_statistics` and `mark_finite`, and zero dq, dk, dv and the gaps between matrices of a ragged dbias.
 
-    own: `OwnKeys`. dq, dbias: `Strided`, or None.
+    Rows of dq, dk and dv may belong to no sequence, or be seen by no query. Each program does one of these tasks for
+    one tile or chunk. own: `OwnKeys`. dq, dbias: `Strided`, or None.
     """
     pid, k, v, finite, dk, dv = tl.program_id(0), own.k, own.v, own.finite, own.dk, own.dv
     kv_heads = sizes.heads // sizes.group
@@ -86,8 +86,10 @@ def _statistics_of_tile(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths,
 
 @triton.jit
 def _zero_gaps(x, lengths, chunk, sizes, c):
-    """Zeroes a chunk of a ragged dBias, (1, H, 1, pairs), if the matrices do not fill it; they do not overlap. What a
-    matrix has of such a chunk is stored afterwards."""
+    """Zero a chunk of a ragged dBias, (1, H, 1, pairs), if the matrices, which do not overlap, do not fill it.
+
+    The backward stores the matrices' elements afterwards.
+    """
     first = chunk.to(tl.int64) * CHUNK
     last = tl.minimum(first + CHUNK, sizes.pairs)
     filled = first * 0

@@ -1,8 +1,8 @@
-"""The walk of a program over tiles of keys or queries: an interval that the band leaves, or, with a mask, a list.
+"""Tiles that a program visits: an interval given by the causal or local window or, with a mask, a list.
 
-Twins of `tilewise.spec.visibility`. `summary_kernel` reads the mask once and says of each tile what is left of it;
-`list_kernel` writes for each tile of queries, or of keys, the tiles that it visits. A tile that the mask hides is then
-never read, and full ones, where they have a loop of their own, are computed without the mask.
+Twins of `tilewise.spec.visibility`. `summary_kernel` reads the mask once and stores the state of each tile;
+`list_kernel` stores for each tile of queries, or of keys, the tiles that it visits. Empty tiles are never read, and
+full ones, if they have their own loop, are computed without the mask.
 """
 
 from __future__ import annotations
@@ -16,52 +16,50 @@ from tilewise.backends.kernels.score import INTERPRET, key_tiles, query_tiles
 from tilewise.backends.triton.tensors import matrix_of
 from tilewise.spec import visibility
 
-# The host's own functions, compiled; the interpreter runs them as they are.
+# Compiled host functions; the interpreter runs them directly.
 visited = visibility.visited if INTERPRET else triton.jit(visibility.visited)
 is_cut = visibility.is_cut if INTERPRET else triton.jit(visibility.is_cut)
 is_full = visibility.is_full if INTERPRET else triton.jit(visibility.is_full)
 
-# A list: how many tiles are visited, how many of these are full, how many full or mixed; then the tiles; then one word
-# that is read ahead and used for nothing.
+# A list has the number of visited tiles, of full ones, of full or partial ones; the tiles; one word that is read ahead
+# but not used.
 HEAD = tl.constexpr(3)
 AROUND = tl.constexpr(4)
 
 
 class Masking(NamedTuple):
-    """What the kernels that read the mask know when they are compiled; every field is a tl.constexpr."""
+    """Compile-time parameters of the kernels that read the mask; every field is a tl.constexpr."""
 
     BLOCK_M: Any
     BLOCK_N: Any
-    ROWS: Any  # the mask is full along the queries, or one row for all
+    ROWS: Any  # the mask is full along the queries, else one row for all
     COLS: Any
     BY_KEYS: Any  # a tile of keys visits tiles of queries
-    TILES: Any  # that may be visited, the next power of two
-    EVEN: Any  # no tile is full beside one that reaches past its end: the backward's loads then look at both ends
+    TILES: Any  # most tiles that may be visited, rounded up to a power of two
+    EVEN: Any  # an own tile that reaches past its end visits no full tiles: the backward's loads check both ends
 
 
 class Walk(NamedTuple):
-    """What a program visits: places ``begin .. end - 1``, of them ``whole_begin .. whole_end - 1`` of tiles that are
-    not cut.
+    """Tiles that a program visits: positions ``begin .. end - 1``.
 
-    Of an interval a place is the number of its tile, as in `tiles.key_tiles`; of a list its order in that, and the
-    first ``full`` are those of full tiles.
+    In an interval a position is a tile's number, as in `tiles.key_tiles`; in a list it is an index.
     """
 
     begin: Any
-    whole_begin: Any
+    whole_begin: Any  # whole_begin .. whole_end - 1: tiles that window and ends do not cut
     whole_end: Any
     end: Any
-    full: Any
-    tiles: Any  # of a list: where they are
-    first: Any  # the first of them
+    full: Any  # the first ``full`` positions of a list are full tiles
+    tiles: Any  # pointer to the tiles of a list
+    first: Any  # first tile of a list
 
 
 @triton.jit
 def listed_walk(lists, tile, b, h, BY_KEYS: tl.constexpr, FULL: tl.constexpr, APART: tl.constexpr, sizes, c):
-    """What `list_kernel` has written for a tile of queries, or BY_KEYS of keys.
+    """Return the `Walk` that `list_kernel` has stored for a tile of queries, or BY_KEYS of keys.
 
-    FULL: full tiles have a loop of their own; else they go with the mixed ones. APART: so have mixed tiles, because a
-    band makes those that it cuts dearer; else the two go together.
+    FULL: full tiles have their own loop; else they share that of the partial ones. APART: partial tiles have their own
+    loop, because tiles cut by a window are slower; else they share that of the cut ones.
     """
     m_tiles, n_tiles = tl.cdiv(sizes.queries, c.BLOCK_M), tl.cdiv(sizes.keys, c.BLOCK_N)
     count, others = (n_tiles, m_tiles) if BY_KEYS else (m_tiles, n_tiles)
@@ -79,31 +77,30 @@ def listed_walk(lists, tile, b, h, BY_KEYS: tl.constexpr, FULL: tl.constexpr, AP
 
 @triton.jit
 def full_count(walk):
-    """How many tiles of a list are full: those in its first places, whatever loops it is walked in."""
+    """Return how many tiles of a list are full; they are its first ones, whether or not they have their own loop."""
     return tl.load(walk.tiles - HEAD + 1)
 
 
 @triton.jit
 def cut_count(walk):
-    """How many tiles are cut; they lie on both sides of those that are not."""
+    """Return how many tiles are cut: those before and after the others."""
     left = walk.whole_begin - walk.begin
     return left + walk.end - walk.whole_end
 
 
 @triton.jit
 def cut_place(walk, i):
-    """The place of the ``i``-th tile that is cut."""
+    """Return the position of the ``i``-th cut tile."""
     left = walk.whole_begin - walk.begin
     return tl.where(i < left, walk.begin + i, walk.whole_end + i - left)
 
 
 @triton.jit
 def tile_at(walk, place, listed, LISTS: tl.constexpr):
-    """The number of the tile at a place, and what the list has in the next.
+    """Return the number of the tile at a position, and the list's next number.
 
-    ``listed`` is what the step before has found for this place, or `Walk.first`. Read in the step that needs it, a
-    number would have to come before its keys and values can be asked for: every step waits for it, or a stage of the
-    pipeline goes to it that keys and values then lack.
+    ``listed`` is the number that the previous step loaded for this position, or `Walk.first`. Without this read-ahead
+    each step would wait for the number before it can load keys and values, or give it a pipeline stage of theirs.
     """
     if LISTS:
         return listed, tl.load(walk.tiles + place + 1)
@@ -113,7 +110,7 @@ def tile_at(walk, place, listed, LISTS: tl.constexpr):
 
 @triton.jit
 def state_of(states, b, h, m, n, sizes, c):
-    """What the mask leaves of one tile."""
+    """Load the mask's state of one tile."""
     m_count = tl.cdiv(sizes.queries, c.BLOCK_M) if c.MASK_HOW.ROWS else 1
     n_count = tl.cdiv(sizes.keys, c.BLOCK_N) if c.MASK_HOW.COLS else 1
     mb, mh = matrix_of(c.MASK_HOW, b, h)
@@ -129,10 +126,10 @@ def state_of(states, b, h, m, n, sizes, c):
 
 @triton.jit
 def summary_kernel(mask, states, heads, queries, keys, c):
-    """What the mask leaves of one tile: HIDDEN, MIXED or WHOLE, of its elements inside the tensor.
+    """Store the state of one tile: HIDDEN (empty), MIXED (partial) or WHOLE (full), by its elements in the tensor.
 
-    mask: `Strided`, of ``heads`` heads. states: int8 (batch·heads, tiles of queries, tiles of keys) of the mask; along
-    an axis on which it broadcasts there is one.
+    mask: `Strided` with ``heads`` heads. states: int8 (batch·heads, tiles of queries, tiles of keys) of the mask, of
+    size 1 along queries or keys where the mask broadcasts.
     """
     shown_rows = queries if c.ROWS else 1
     shown_cols = keys if c.COLS else 1
@@ -153,9 +150,9 @@ def summary_kernel(mask, states, heads, queries, keys, c):
 
 @triton.jit
 def list_kernel(states, lists, queries, keys, lo, hi, c):
-    """The walk of one tile of queries over tiles of keys, or BY_KEYS the other way round, as `visibility.kinds`.
+    """Store the list of one tile of queries, or BY_KEYS of keys: the tiles in the order of `visibility.kinds`.
 
-    lists: int32 (batch·heads of the mask, tiles, AROUND + tiles that may be visited), each as at HEAD.
+    lists: int32 (batch·heads of the mask, tiles, AROUND + most tiles visited), in the format described at HEAD.
     """
     m_tiles, n_tiles = tl.cdiv(queries, c.BLOCK_M), tl.cdiv(keys, c.BLOCK_N)
     m_count = m_tiles if c.ROWS else 1
