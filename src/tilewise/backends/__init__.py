@@ -1,4 +1,4 @@
-"""Backends that compute a Problem. `protocol` defines their interface; this module has the helpers that all share.
+"""Backends, which compute a Problem: their interface (`protocol`) and shared helpers.
 
 The fake kernels of torch.compile promise strides: o has those of `empty_output`, a gradient those of
 ``torch.empty_like`` of its input. No backend imports another.
@@ -23,7 +23,7 @@ __all__ = ["INPUT_NAMES", "Gradients", "Inputs", "Needs", "Outputs"]
 
 
 def storage_and_offset(x: Tensor) -> int:
-    """Return a tensor's address without const_data_ptr, which PyTorch 2.11 lacks: storage address plus offset."""
+    """Return a tensor's address without const_data_ptr, which PyTorch 2.11 lacks."""
     if x.is_cuda:  # a launch calls data_ptr() in any case
         return x.data_ptr()
     storage: int = torch._C._data_address(x)  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def float32_precision(dtype: torch.dtype) -> str:
-    """Return "tf32" or "ieee": torch's setting for float32 matrix products on a GPU; always "tf32" for 16 bits."""
+    """Return torch's setting for float32 matrix products, "tf32" or "ieee"; "tf32" for 16 bits."""
     # The older settings write fp32_precision too; reading them raises where fp32_precision was set.
     return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
@@ -78,7 +78,7 @@ def sink_gradient(sink: Tensor, lse: Tensor, minus_delta: Tensor) -> Tensor:
 
 
 def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor:
-    """Return an uninitialised o (B, H, M, Dv) in q's memory order: (B, M, H, Dv) in memory if q is transposed."""
+    """Return an uninitialised o (B, H, M, Dv) in q's memory order, (B, H, M) or (B, M, H)."""
     B, H, M, _ = q.shape
     if q.stride(1) < q.stride(2):
         return q.new_empty((B, M, H, value_dim), device=device).transpose(1, 2)

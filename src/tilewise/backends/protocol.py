@@ -1,4 +1,4 @@
-"""Interface of a backend, a module with the members of `Backend`, and the records of its inputs and outputs."""
+"""Interface of a backend (a module with the members of `Backend`), its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Structure(NamedTuple):
 
 
 def resized_problem(problem: Problem, structure: Structure, lo: int | None, hi: int | None) -> Problem:
-    """Return the problem of another call of the same structure, with window limits lo, hi; skip the checks."""
+    """Return another call's problem with this structure and window limits lo, hi, without checks."""
     M, N = structure.queries, structure.keys
     score = problem.score
     if (score.band.lo, score.band.hi) != (lo, hi):
@@ -170,7 +170,7 @@ class Backend(Protocol):
         """
 
     def prefers(self, problem: Problem) -> str | None:
-        """Return why another backend would be faster, None if none would. ``backend=`` overrides this preference."""
+        """Return why another backend would be faster, or None. ``backend=`` overrides this preference."""
 
     def tiles(self, problem: Problem) -> str:
         """Describe the tiles in words, for explain()."""

@@ -39,7 +39,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
-    """Return the gradients; recompute O and LSE in float64, so that rounding in ``outputs`` has no influence."""
+    """Return the gradients; recompute O and LSE in float64 instead of reading ``outputs``."""
     q, k, v, bias, _, sink, parts, *_ = inputs
     s, visible, transformed = _scores(problem, inputs)
     p, p_sink, _ = _softmax(s, sink)
@@ -81,7 +81,7 @@ prepare = {
 
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores (-inf where hidden), the visible pairs (bool), and the scores before the bias is added."""
+    """Return the scores (-inf where hidden), the visible pairs (bool), and the scores before the bias."""
     q, k, _, bias, mask, _, parts, *_ = inputs
     score = problem.score
     s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
@@ -114,7 +114,7 @@ def _part_gradients(problem: Problem, parts: Parts, db: Tensor, needs: Needs) ->
 def _score_gradients(
     problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, visible: Tensor, transformed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients with respect to scale · q·k and to the biased score: backward of softmax and `_scores`.
+    """Return the gradients with respect to scale · q·k and to the biased score.
 
     Hidden pairs have no gradient, even if their key or value is NaN.
     """
@@ -124,7 +124,7 @@ def _score_gradients(
 
 
 def _softmax(s: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the probabilities of the keys (B, H, M, N), of the sink (B, H, M, 1 or 0), and the LSE (B, H, M).
+    """Return the probabilities of keys (B, H, M, N) and sink (B, H, M, 1 or 0), and the LSE (B, H, M).
 
     Not exp(s - lse): if all scores are near -1e30, rounding removes the logarithm of the number of keys from the LSE.
     A row without visible key and sink has lse = -inf and probabilities 0.
@@ -151,7 +151,7 @@ def _dropout(problem: Problem, inputs: Inputs) -> Tensor | float:
 
 
 def _per_head(problem: Problem, x: Tensor) -> Tensor:
-    """Repeat (B, Hkv, ...) for the query heads of each group; return tensors of H heads or one head unchanged."""
+    """Repeat (B, Hkv, ...) for the query heads of each group; keep tensors of H heads or one head."""
     if x.dtype != torch.bool:
         x = x.double()
     if x.shape[1] in (1, problem.heads):

@@ -1,4 +1,4 @@
-"""Packed batches for backends that compute dense calls, one sequence after the other, on views without copies.
+"""Packed batches for backends with dense calls only: one sequence after the other, without copies.
 
 Consecutive sequences of equal lengths are one dense batch, because a call per short sequence would be mostly overhead.
 
@@ -27,7 +27,7 @@ Backward = Callable[[Problem, Inputs, Outputs, Outputs, Needs], Gradients]
 
 
 def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
-    """Compute a forward with ``run``, which takes dense problems. Rows of no sequence get o = 0, lse = -inf."""
+    """Compute a forward with the dense ``run``. Rows of no sequence get o = 0, lse = -inf."""
     if problem.totals is None:
         return run(problem, inputs)
     o = empty_output(inputs.q, problem.value_dim).zero_()
@@ -51,7 +51,7 @@ def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
 def backward(
     run: Backward, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
 ) -> Gradients:
-    """Compute a backward with ``run``; gradients that sequences share are summed in the LSE's dtype."""
+    """Compute a backward with the dense ``run``; sum shared gradients in the LSE's dtype."""
     if problem.totals is None:
         return run(problem, inputs, outputs, cotangents, needs)
     named, shared = _named(inputs), _shared(problem, inputs)
@@ -266,7 +266,7 @@ def _dense_inputs(problem: Problem, inputs: Inputs, run: _SequenceRun, wide: Col
 
 
 def _dense_score(problem: Problem, inputs: Inputs, run: _SequenceRun) -> Score:
-    """Return the score of a run, with window and distances counted from each sequence's first query and key."""
+    """Return a run's score: window and distances relative to each sequence's first query and key."""
     score, parts = problem.score, inputs.parts
     band = score.band.shifted(run.keys - run.queries)
     found: dict[str, Distances | None] = {"query": score.query, "key": score.key}

@@ -1,4 +1,4 @@
-"""Attention on the CPU: PyTorch's fused kernel where it supports the problem, tiles in plain torch elsewhere."""
+"""Attention on the CPU: PyTorch's fused kernel if it supports the problem, else tiles in torch."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def empty_dbias(problem: Problem, inputs: Inputs) -> Tensor:
 
 
 def dbias_sum(problem: Problem, place: Tensor, total: Tensor | None, dbias: Tensor) -> Tensor:
-    """Return the buffer that sums the rows ``place`` of dBias: ``place``, or one in the tiles' wider dtype.
+    """Return the buffer that sums the rows ``place`` of dBias: itself, or one in the tiles' wider dtype.
 
     ``total`` is the buffer of the previous rows, reused if possible; if dBias has a single row, it holds their sum.
     """

@@ -63,7 +63,7 @@ def declines_backward(problem: Problem) -> str | None:
 
 
 def forward(problem: Problem, inputs: Inputs) -> Outputs | None:
-    """Compute a forward that `declines` accepts; return None if only the tiles can compute the call."""
+    """Compute a forward that `declines` accepts; return None to use the tiles."""
     operand = _operand(problem, inputs)
     if operand is None:
         return None
@@ -83,7 +83,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs | None:
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients | None:
-    """Compute a backward that `declines_backward` accepts; return None if only the tiles can compute the call."""
+    """Compute a backward that `declines_backward` accepts; return None to use the tiles."""
     operand = _operand(problem, inputs)
     if operand is None or (operand.hides and not (finite(inputs.k) and finite(inputs.v))):
         return None

@@ -1,4 +1,4 @@
-"""Division of a call's backward into jobs that run concurrently, and the addition of their partial sums.
+"""Concurrent jobs of a call's backward, and the addition of their partial sums.
 
 Heads that add to the same elements of a gradient are a group; groups are independent. With fewer groups than workers,
 a group's blocks of rows, and then its heads, are divided among several jobs. Each job then has its own partial sums,
@@ -46,7 +46,7 @@ def groups(heads: Iterable[Heads], gradients: Iterable[Tensor]) -> list[list[Hea
 
 
 def turns(groups: int, blocks: int, workers: int) -> int:
-    """Return among how many jobs to divide the blocks of rows of each group, so that workers are rarely idle."""
+    """Return the number of jobs for each group's blocks of rows that keeps workers busy."""
     most = min(blocks, -(-2 * workers // groups))
     return next((n for n in range(1, most) if groups * n >= 0.8 * workers * -(-groups * n // workers)), most)
 
@@ -102,7 +102,7 @@ class Found(NamedTuple):
 
 
 def puts(found: list[list[Found]], want: Gradients, cols: int) -> list[Callable[[], None]]:
-    """Return functions that add and write the partial sums of all jobs. ``found``: results by piece and turn."""
+    """Return functions that add and write the jobs' partial sums. ``found``: results by piece and turn."""
     places: dict[tuple[str, int], tuple[Tensor, list[Tensor]]] = {}
     for job in (x for turns in found for x in turns):
         for key, (place, x) in job.sums.found.items():

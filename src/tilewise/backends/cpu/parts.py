@@ -59,7 +59,7 @@ def keep_freed_tiles() -> None:
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
-    """Return ``x``, a new tensor; ask Linux for huge pages if it is large. Faults of small pages take too long."""
+    """Return the new tensor ``x``, in huge pages if it is large: creating small ones takes too long."""
     first = -x.data_ptr() % mmap.PAGESIZE
     size = (x.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform == "linux" and size >= HUGE_PAGE:
@@ -100,7 +100,7 @@ def minus_delta(outputs: Outputs, cotangents: Outputs) -> Tensor:
 
 
 def is_coarse(lse: Tensor) -> bool:
-    """True if some abs(lse) > 64: the rounding of such a float32 changes exp(s - lse) by up to 2^-18 and more."""
+    """True if some abs(lse) > 64, whose float32 rounding changes exp(s - lse) by up to 2^-18 or more."""
     return _exceeds(lse.masked_fill(lse == -torch.inf, 0.0), 64.0)
 
 
@@ -114,7 +114,7 @@ def _exceeds(row: Tensor, limit: float) -> bool:
 
 
 def hide(s: Tensor, visible: Tensor) -> Tensor:
-    """Return ``where(visible, s, -inf)`` for float32 or float64, in place of ``s``; ``visible`` broadcasts.
+    """Set float32 or float64 ``s`` to -inf in place where not ``visible``, which broadcasts.
 
     It operates on bits: `torch.where` branches per element and takes ten times as long with an irregular mask.
     """

@@ -1,4 +1,4 @@
-"""Attention tile by tile in plain torch: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2, with bias and masks.
+"""Attention by tiles in plain torch: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2.
 
 Scores and sums are float32 (float64 for float64 inputs). No buffer grows with M·N. The query heads of a group are
 stacked as rows of one tile, so K and V are never repeated; for short sequences several key/value heads share a tile.
@@ -221,7 +221,7 @@ def _part_sums(problem: Problem, inputs: Inputs, needs: Needs) -> dict[str, Tens
 
 
 class _Part:
-    """Heads of one tile in a job of the backward. ``sums``: gradient buffers of the bias components, by name."""
+    """Heads of one tile in a backward job. ``sums``: gradient buffers of bias components, by name."""
 
     def __init__(self, work: _Backward, job: Job, kv: Heads, sums: Sums) -> None:
         self.heads = _Heads(work.call, kv)
@@ -237,7 +237,7 @@ class _Part:
 def _attend_backward(
     part: _Part, rows: slice, outputs: Outputs, cotangents: Outputs, want: Gradients, dbias: Tensor | None
 ) -> None:
-    """Add the gradients of a block of rows: Algorithm 2 with exchanged loops, so that dQ too is written once."""
+    """Add the gradients of a block of rows: Algorithm 2 with exchanged loops, so dQ is written once."""
     heads, (_, dk, dv) = part.heads, part.tiles
     scale = heads.problem.score.scale
     q = heads.rows(heads.inputs.q, rows) * scale
@@ -456,7 +456,7 @@ class _Heads:
         return x.unflatten(1, (p.kv_heads, p.group)) if x.shape[1] == p.heads else x.unsqueeze(2)
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """View these heads' elements of (B|1, H|Hkv|1, ...) as (batches, heads, G, ...), size 1 on broadcast axes."""
+        """View these heads of (B|1, H|Hkv|1, ...) as (batches, heads, G, ...), size 1 on broadcast axes."""
         x = self._by_group(x)
         return x[tuple(slice(None) if size == 1 else part for part, size in zip(self.kv, x.shape[:2], strict=True))]
 
@@ -476,7 +476,7 @@ class _Heads:
         return tile.view(*self.grid, -1, tile.shape[-1])
 
     def score_tile(self, q: Tensor, tile: _Tile) -> tuple[Tensor, Tensor | None]:
-        """Return the scores, -inf where hidden, and with a softcap also the scores before the bias. q: times the scale.
+        """Return the scores, -inf where hidden, and with a softcap those before the bias. q: scaled.
 
         The order is product, softcap, bias, mask. Without a softcap the product is accumulated onto the bias.
         """
@@ -502,7 +502,7 @@ class _Heads:
     def score_tile_gradient(
         self, p: Tensor, dp: Tensor, delta: Tensor, transformed: Tensor | None, tile: _Tile
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to scale · q·k and to the biased score, the latter in place of ``dp``."""
+        """Return the gradients with respect to scale · q·k and, in place of ``dp``, to the biased score."""
         db = self.only_visible(dp.sub_(delta).mul_(p), tile)  # reference.softmax_derivative
         if transformed is None:
             return db, db
@@ -536,7 +536,7 @@ class _Heads:
         return p if z is None else p.mul_(z)
 
     def weighted_sum(self, p: Tensor, x: Tensor, tile: _Tile, start: Tensor | None) -> Tensor:
-        """Return ``start + p @ x`` in place of ``start``; hidden pairs of a careful tile add nothing, not even NaN."""
+        """Return ``start + p @ x`` in place of ``start``; a careful tile's hidden pairs never add NaN."""
         if not tile.careful or tile.visible is None:
             return product(p, x, start)
         visible = tile.visible.expand_as(self._over_heads(p)).reshape(p.shape)

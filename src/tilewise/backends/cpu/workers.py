@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def count() -> int:
-    """Return how many parts run concurrently: PyTorch's number of threads in the calling thread, `MOST` at most."""
+    """Return how many parts run concurrently: PyTorch's threads in this thread, at most `MOST`."""
     return min(torch.get_num_threads(), MOST) if _each_thread_has_its_number() else 1
 
 
@@ -38,7 +38,7 @@ def threads_each() -> int:
 
 
 def run(parts: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of ``parts`` in their order; raise the first exception, after the last part has ended.
+    """Return the results of ``parts`` in order; raise the first exception when all have ended.
 
     One part alone runs in the calling thread. A part must not call this function.
     """
@@ -69,7 +69,7 @@ def _each_thread_has_its_number() -> bool:
 
 
 def _queue(threads: int) -> Queue:
-    """Return the queue of the workers for ``threads`` PyTorch threads; workers live as long as the process."""
+    """Return the queue of the workers for ``threads`` PyTorch threads; workers are never stopped."""
     with _lock:
         if threads not in _queues:
             queue: Queue = SimpleQueue()

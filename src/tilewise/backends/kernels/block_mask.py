@@ -51,7 +51,7 @@ def tile_how(problem: Problem, block_m: int, block_n: int, one_row: bool = False
 
 
 def _met(block: int, tile: int) -> int:
-    """Return the most mask tiles that a kernel tile overlaps along one axis; it starts at a multiple of its size."""
+    """Return the most mask tiles along an axis that a kernel tile, aligned to its size, overlaps."""
     if tile % block == 0:
         return 1
     return block // tile if block % tile == 0 else block // tile + 2

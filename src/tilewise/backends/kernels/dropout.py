@@ -1,4 +1,4 @@
-"""Philox dropout in Triton: jit twins, name by name, of `tilewise.spec.dropout`, which has the formula and source.
+"""Philox dropout: jit twins, name by name, of `tilewise.spec.dropout` (formula and source there).
 
 Indices are arguments: [M, 1] and [1, N] for a tile of scores, [1, M] and [N, 1] for a transposed one.
 """
@@ -24,7 +24,7 @@ class StreamArgs(NamedTuple):
 
 @triton.jit
 def mulhilo(a, b: tl.constexpr):
-    """Return the high and low word of a 32-bit product, with one 64-bit multiply instead of two instructions."""
+    """Return the high and low word of a product of words, in one multiply."""
     product = tl.mul(a.to(tl.uint64), tl.cast(b, tl.uint64), sanitize_overflow=False)
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)
 
@@ -87,7 +87,7 @@ def number_of(word, j):
 
 @triton.jit
 def kept(stream, m0, rows, n0, cols, terms):
-    """Return whether dropout keeps the probability of query m0 + rows and key n0 + cols. m0, n0: multiples of 16.
+    """True where dropout keeps query m0 + rows and key n0 + cols. m0, n0: multiples of 16.
 
     The code is written per score. One Philox call serves a group of eight scores. An accumulator's layout gives one
     thread the whole group, or its scores of keys j and j + 8, and the compiler computes their common words once. It may

@@ -1,4 +1,4 @@
-"""States of mask tiles (empty, partial, full), computed on a GPU from the interval of queries that sees each key."""
+"""Mask-tile states on a GPU, computed from the interval of queries that sees each key."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiles_of_intervals(begins: Tensor, ends: Tensor, queries: int, block: tuple[
 def interval_tiles_kernel(
     begins, ends, tiles, queries, keys, block_m, block_n, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Compute the states of one matrix's tiles for one tile of keys per program, BLOCK_R tiles of queries at a time.
+    """Compute the states for one tile of keys of a matrix, BLOCK_R tiles of queries at a time.
 
     begins, ends: int32 (matrices, keys), between 0 and ``queries``.
     """
@@ -56,7 +56,7 @@ def interval_tiles_kernel(
 
 @triton.jit
 def _store_tiles(at, begin, end, inside, queries, rows, cols, block_m, BLOCK_R: tl.constexpr):
-    """Store the state of each tile of queries for a tile of keys with these intervals, down a column from ``at``."""
+    """Store the states of all tiles of queries for a tile of keys with these intervals."""
     first = begin // block_m
     last = tl.where(end > begin, (end + block_m - 1) // block_m, first)
     whole_end = tl.where(inside & (end < queries), end // block_m, rows)

@@ -1,4 +1,4 @@
-"""Score terms in Triton: jit twins, name by name, of `tilewise.spec.reference` and `tilewise.spec.tiles`.
+"""Score terms: jit twins, name by name, of `tilewise.spec.reference` and `tilewise.spec.tiles`.
 
 `score_tile` applies them in order, `score_tile_gradient` differentiates them. All Triton kernels, also those of the
 Hopper backend, call these. Indices are arguments, so that one helper serves [M, N] tiles (forward) and [N, M] tiles
@@ -70,7 +70,7 @@ class OriginArgs(NamedTuple):
 
 
 def score_terms(score: Score, *, scaled: bool) -> ScoreArgs:
-    """Return the kernel arguments of a score. scaled: `score_tile` applies the scale; else the exponent does."""
+    """Return a score's kernel arguments. scaled: `score_tile` applies the scale, not the exponent."""
     exponent = LOG2E if scaled else score.scale * LOG2E
     return ScoreArgs(exponent=exponent, **score_numbers(score), **dropout_numbers(score))
 
@@ -102,12 +102,12 @@ def score_numbers(score: Score) -> dict[str, Any]:
 
 
 def limited(terms: T, lo: int, hi: int) -> T:
-    """Return ``terms`` with other window limits from `tiles.clipped`; the same sides must be limited as before."""
+    """Return ``terms`` with other limits, from `tiles.clipped`, for a window with the same limited sides."""
     return terms._replace(lo=lo, hi=hi)  # type: ignore[attr-defined]
 
 
 def varied_limits(terms: tuple, lo: int, hi: int) -> tuple[int | None, ...]:
-    """Return the `launcher.Members` of a backend's `ScoreArgs` whose limits are values number ``lo`` and ``hi``."""
+    """Return the `launcher.Members` of a `ScoreArgs` with its limits at positions ``lo`` and ``hi``."""
     return tuple([{"lo": lo, "hi": hi}.get(name) for name in terms._fields])  # type: ignore[attr-defined]
 
 
@@ -163,7 +163,7 @@ def score_tile(products, added, terms, BIAS: tl.constexpr):
 
 @triton.jit
 def with_sink(m_i, l_i, sink, exponent):
-    """Return ``(m, l, alpha)`` after adding a sink, a score without a value in the units of m, to finished rows.
+    """Return ``(m, l, alpha)`` of finished rows after adding a sink, a score without value in units of m.
 
     Sums relative to the old maximum must be multiplied by alpha. The maximum is subtracted before scaling, as in the
     online softmax, so that a sink far above or below all scores does not overflow.
@@ -176,7 +176,7 @@ def with_sink(m_i, l_i, sink, exponent):
 
 @triton.jit
 def score_tile_gradient(p, dp, delta, slope, terms):
-    """Return the gradients with respect to scale·Q Kᵀ and to the biased score: backward of softmax and `score_tile`."""
+    """Return the gradients with respect to scale·Q Kᵀ and to the biased score."""
     db = softmax_derivative(p, dp, delta)
     ds = db
     if terms.HAS_CAP:

@@ -1,4 +1,4 @@
-"""Sink gradient as one Triton kernel, for every GPU backend; `backends.sink_gradient` is its twin in torch."""
+"""Sink gradient in one Triton kernel for all GPU backends; twin of `backends.sink_gradient`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewise.backends.launch.launcher import POINTER, Launch, sink_layout
 
 
 class SinkGradient:
-    """Launch that computes dSink = -sum of exp(sink - LSE)·delta over the rows that share a sink, in a fixed order.
+    """Launch for dSink = -sum of exp(sink - LSE)·delta over the rows of a sink, in a fixed order.
 
     Args:
         sink: (B|1, H|1, M|1), read for its layout only.

@@ -28,7 +28,7 @@ class _Use(Generic[Lists]):
 
 
 class TileListCache(Generic[Lists]):
-    """Function ``make`` of one prepared call, which computes the lists of a mask, with a cache of its results.
+    """Cache of ``make``, which computes the lists of a mask for one prepared call.
 
     The second call with an equal tile mask caches its lists until one of the mask's tensors is freed. The first does
     not: a mask that the model recomputes is used once, and its lists would live as long as the tensors that autograd

@@ -37,7 +37,7 @@ def _table_vector(kind: Kind, table: Strided, heads: int, count: int, least: int
 
 
 def table_vector(table: Tensor, rows: Tensor, least: int, first: int, width: int) -> Tensor:
-    """Return (1, H, 1, width) float32: the entries of the table (buckets, H) for distances ``first``, first + 1, ...
+    """Return (1, H, 1, width) float32: entries of the table (buckets, H) for distances first, ...
 
     rows: (count,) int64, the table's row for each distance from ``least`` on; distances beyond take the nearest end's.
     """
@@ -71,7 +71,7 @@ def _table_gradient(
 
 
 def table_gradient(gradient: Tensor, bounds: Tensor, first: int, table: Tensor) -> Tensor:
-    """Return the gradient of a table (buckets, H) from the gradient (1, H, 1, width) of its `table_vector`.
+    """Return the gradient of a table (buckets, H) from that of its `table_vector`, (1, H, 1, width).
 
     bounds: (buckets, 2) int32, contiguous; bucket b has all distances from bounds[b, 0] up to bounds[b, 1] - 1.
     """
@@ -111,7 +111,7 @@ def _slopes_vector(kind: Kind, slopes: Strided, shape: tuple[int, int], first: i
 
 
 def slopes_vector(slopes: Tensor, first: int, width: int, signed: bool) -> Tensor:
-    """Return (b, h, 1, width) float32: slopes (b, h) times d (signed) or -abs(d), for d = first, first + 1, ..."""
+    """Return (b, h, 1, width) float32: slopes (b, h) times d (signed) or -abs(d), d = first, ..."""
     with device_of(slopes):
         shape = slopes.shape[0], slopes.shape[1]
         vector = _vector(shape, width, slopes)

@@ -1,4 +1,4 @@
-"""Kernel arguments of tensors: pointer and strides, TMA descriptor, plain pointer, or a record of several tensors.
+"""Kernel arguments of tensors: pointer and strides, TMA descriptor, plain pointer, or record.
 
 A layout is a kernel argument without its tensor; `launcher` combines the two.
 """
@@ -70,7 +70,7 @@ _templates: dict[tuple, Any] = {}
 def boxed(
     kind: Any, x: Tensor, strides: Sequence[int], box: Sequence[int], *shared: Any, shape: Sequence[int] | None = None
 ) -> Any:
-    """Return the layout of a tensor that is read by TMA in boxes: a descriptor of ``kind`` without its tensor.
+    """Return the layout of a tensor that is read by TMA in boxes: a ``kind`` without tensor.
 
     The first descriptor with a box runs the checks of ``kind``; later ones copy it with new sizes and strides, which
     `tilewise.spec.tma` has checked. shape: replaces the tensor's.
@@ -84,7 +84,7 @@ def boxed(
 
 
 def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:
-    """Return the kernel argument of ``x``; with x = None, a descriptor without tensor. other: descriptor fields."""
+    """Return the kernel argument of ``x``, or a descriptor without tensor. other: descriptor fields."""
     if layout is POINTER:
         return x
     if isinstance(layout, Strided):

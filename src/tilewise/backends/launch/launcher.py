@@ -1,4 +1,4 @@
-"""Launches of Triton and Gluon kernels with little host time. Only this module and `short_launch` use Triton internals.
+"""Launches of Triton and Gluon kernels with little host time.
 
 Triton's ``kernel[grid](...)`` takes 50 µs on the host: it binds and specializes every argument to find the compiled
 kernel. A `Launch` does this work once per layout. To launch a new kernel,
@@ -94,7 +94,7 @@ _keeping = threading.Lock()
 
 
 def constants(values: T) -> T:
-    """Return the named tuple ``values`` with each field as tl.constexpr; equal values give the same object.
+    """Return the named tuple ``values`` with tl.constexpr fields; equal values give the same object.
 
     A field must always have the same type, because 1 and True are equal.
     """
@@ -199,7 +199,7 @@ class Launch:
         compiled[self.programs, 1, 1](*self._arguments(tensors))
 
     def wants(self, tensors: Sequence[Tensor | None], aligned: Sequence[bool]) -> tuple:
-        """Return the key by which Triton specializes a kernel for these tensors, ``aligned`` to 16 bytes or not.
+        """Return the key by which Triton specializes a kernel. aligned: of each tensor, to 16 bytes.
 
         It has for an integer whether it is 1, divisible by 16, and its width; for a float nothing; the values of
         constants; dtypes, TMA boxes and their shared-memory layouts.
@@ -233,7 +233,7 @@ class Launch:
     def _keep(
         self, compiled: CompiledKernel | None, aligned: tuple[bool, ...], tensors: Sequence[Tensor | None]
     ) -> None:
-        """Keep the first kernel that is found; kernels for other alignments are rare and are looked up each time."""
+        """Keep the first kernel that is found; kernels for other (rare) alignments are looked up each time."""
         if self._compiled is None and compiled is not None:
             with _keeping:  # another thread may keep a kernel for another alignment
                 if self._compiled is not None:
@@ -248,7 +248,7 @@ class Launch:
 def resized_launches(
     bases: Sequence[tuple[Launch, Varied]], made: dict[tuple, list[Whole]], kind: tuple, values: tuple[Any, ...]
 ) -> list[Whole]:
-    """Return the launches of a pass for other sizes: other layouts, program counts and integers that are not constants.
+    """Return the launches of a pass for other layouts, program counts and non-constant integers.
 
     Call ``run(values, kept, *tensors)`` of each, where ``kept`` is a dictionary that lives as long as ``values``.
 
@@ -314,7 +314,7 @@ _low_bits, _is_one = (15).__and__, (1).__eq__
 
 
 def kinds(integers: Sequence[int]) -> tuple[Any, ...]:
-    """Return what Triton specializes 32-bit integers on: for each, whether it is 1, and whether 16 divides it."""
+    """Return what Triton specializes 32-bit integers on: for each whether it is 1, or divisible by 16."""
     return bytes(map(_low_bits, integers)).translate(_CLASS), *map(_is_one, integers)
 
 
@@ -368,7 +368,7 @@ def _integers(x: Any) -> list[int]:
 
 
 def _codes(integers: Sequence[int]) -> tuple[int, ...]:
-    """Return what Triton specializes integers on: for each, whether it is 1, divisible by 16, and its width."""
+    """Return what Triton specializes integers on: for each whether it is 1, divisible by 16, its width."""
     if integers and (max(integers) >= 2**31 or min(integers) < -(2**31)):
         return tuple([(1 if x == 1 else 0 if x & 15 else 16) + 32 * (not -(2**31) <= x < 2**31) for x in integers])
     return kinds(integers)
@@ -425,7 +425,7 @@ _thread = _Thread()
 
 
 def _bind_context(tensors: Sequence[Tensor | None]) -> None:
-    """Make the CUDA context current in this thread, because Triton creates descriptors through the driver API.
+    """Make the CUDA context current in this thread, for Triton's driver calls that create descriptors.
 
     Autograd's threads have no context until they call the CUDA runtime, which PyTorch's allocator does not always do.
     """

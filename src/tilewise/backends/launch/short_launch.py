@@ -1,4 +1,4 @@
-"""Direct calls of Triton's C launcher with a prepared argument list; a launch fills in addresses and descriptors.
+"""Direct calls of Triton's C launcher with prepared arguments, except addresses and descriptors.
 
 The launcher takes the number of programs, the stream, the kernel, and for each parameter an address, a descriptor
 followed by its shape and strides, a tuple of an address and strides or of a record's members, or any object for a
@@ -102,7 +102,7 @@ class Short:
             self.run = make(*given, writer.function(), watched, whole)
 
     def launch(self, tensors: Sequence[Any]) -> bool:
-        """Launch and return True; return False without a launch if the kernel was compiled for another alignment."""
+        """Launch; return False without a launch if the kernel was compiled for another alignment."""
         found: bool = self.run(None, self._kept, *tensors)
         return found
 
@@ -114,7 +114,7 @@ class Short:
 
 
 def knows_launcher(compiled: CompiledKernel) -> bool:
-    """True if `Short` knows the C launcher, and the kernel needs no scratch memory or other extra arguments."""
+    """True if `Short` knows the C launcher, and the kernel needs no scratch memory or extra arguments."""
     if VERSION not in VERSIONS:
         return False
     from triton.backends.nvidia.driver import CudaDriver
@@ -145,7 +145,7 @@ def _descriptor_maker() -> Any:
 
 
 def _box(layout: Any, metadata: Any) -> tuple[Any, ...]:
-    """Return a TMA descriptor's properties that do not depend on sizes, as in Triton's make_tensordesc_arg."""
+    """Return a TMA descriptor's size-independent properties, like Triton's make_tensordesc_arg."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     m = metadata

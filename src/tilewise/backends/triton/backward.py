@@ -1,4 +1,4 @@
-"""Backward: FlashAttention-2, Algorithm 2, one program per tile of keys, with the bias gradient in the same pass.
+"""Backward: FlashAttention-2, Algorithm 2, one program per tile of keys; also the bias gradient.
 
 Score tiles are transposed (rows are keys), so that Pᵀ and dSᵀ feed dV = Pᵀ dO and dK = dSᵀ Q from registers. dQ is
 summed over the key tiles by float32 atomics, or with deterministic=True in `ordered`.
@@ -56,7 +56,7 @@ def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, sizes, HAS
 
 @triton.jit
 def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE: tl.constexpr, c):
-    """Store delta = rowsum(dO∘O) − dLSE and the base-2 LSE, `padded_queries` rows per head; zero the sum of dQ.
+    """Store delta = rowsum(dO∘O) − dLSE and the base-2 LSE, padded_queries per head; zero dq_accum.
 
     Fully masked rows and rows past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So do
     rows with abs(LSE) > COARSE: its rounding changes the probabilities by any factor, up to an overflow into dK and dV.
@@ -143,7 +143,7 @@ def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
 
 @triton.jit
 def load_stats(x, b, h, m0, sizes, c):
-    """Load LSE or delta of a tile of queries; by TMA where possible, since pointers would take 64 registers."""
+    """Load LSE or delta of a tile of queries; by TMA, since pointers would take 64 registers."""
     head = head_at(b, h, sizes, c)
     if c.TMA:
         stats = x.load([head.to(tl.int32), m0]).reshape([c.BLOCK_M])
@@ -198,7 +198,7 @@ def _add_queries(dq_accum, value, b, h, m0, sizes, c):
 
 @triton.jit
 def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
-    """Store the bias gradient of one transposed tile, or add it atomically where several tiles share the bias."""
+    """Store one transposed tile's bias gradient, or add it atomically if several tiles share it."""
     if c.DBIAS_TMA:
         mb, mh = matrix_of(how, b, h)
         value = tl.trans(db).to(dbias.dtype).reshape([1, 1, c.BLOCK_M, c.BLOCK_N])
@@ -266,7 +266,7 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, te
 @triton.jit
 def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, lengths, own, dq_accum, dbias, terms,
                     sizes, c):  # fmt: skip
-    """Compute dK and dV of one tile of keys; add its share of dQ, dBias and the bias components' gradients.
+    """Compute dK and dV of one tile of keys, and its share of dQ, dBias and components' gradients.
 
     Loops over the query heads of the group. parts: a `PartTensors`, or None. lengths: of a packed batch, `Lengths` of
     pointers, or None. own: `OwnKeys`.

@@ -139,7 +139,7 @@ def flat_gradients(parts: Parts | None, gradients: dict[str, Tensor]) -> tuple[T
 def empty_part_gradients(
     problem: Problem, parts: Parts | None, needs: Needs, device: torch.device
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return buffers for the components' gradients that are required, filled with 0: some entries have no pair."""
+    """Return zeroed buffers for the components' required gradients: some entries have no pair."""
     found = {}
     for name in needs.parts if parts is not None else ():
         x = getattr(parts, name)

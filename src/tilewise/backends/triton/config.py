@@ -47,7 +47,7 @@ class TritonConfig:
 
 
 def shared_memory(problem: Problem) -> int:
-    """Return the bytes of shared memory for one program (CUDA C++ programming guide, compute capabilities)."""
+    """Return the bytes of shared memory per program (CUDA C++ programming guide)."""
     capability = problem.capability or (8, 0)  # none: the interpreter, on a CPU
     if capability in ((8, 0), (8, 7)):
         return 163 * 1024
@@ -94,7 +94,7 @@ def precision(problem: Problem) -> str:
 
 
 def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> TritonConfig:
-    """Return the forward's config. bias_tma: the bias is read by TMA; tma: q, k, v are. Pointers take registers."""
+    """Return the forward's config. bias_tma, tma: bias, and q, k and v, are read by TMA."""
     if problem.few_queries:
         return _few_queries_config(problem)
     d = max(padded(problem.head_dim), padded(problem.value_dim))
@@ -135,7 +135,7 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> TritonConfig:
 
 
 def _few_queries_config(problem: Problem) -> TritonConfig:
-    """Return a config with tiles no taller than the queries, and enough loads in flight for full bandwidth.
+    """Return a config with tiles no taller than the queries and loads that saturate the bandwidth.
 
     On Hopper one program per multiprocessor with four stages of 32 KiB achieves this. With more than 16 rows a program
     would wait for mma.sync, so they use wgmma with 64 rows, which reads all stages from shared memory.
@@ -182,7 +182,7 @@ def shared_by(problem: Problem, config: TritonConfig, queries: int, keys: int, l
 
 @lru_cache(1024)  # a growing KV cache keeps its number of tiles for several steps
 def best_splits(units: int, tiles: int, multiprocessors: int) -> int:
-    """Return `splits` for ``units`` programs of ``tiles`` key tiles each, choosing among splits that fill waves."""
+    """Return `splits` for ``units`` programs of ``tiles`` key tiles, among those that fill waves."""
 
     def time(splits: int) -> int:
         programs = units * splits
@@ -196,7 +196,7 @@ def best_splits(units: int, tiles: int, multiprocessors: int) -> int:
 
 
 def backward_config(problem: Problem, tma: bool) -> TritonConfig:
-    """Return the backward's config; the accumulators of dK and dV, 2 · block_n · d floats, must fit the registers.
+    """Return the backward's config; its accumulators, 2 · block_n · d floats, must fit the registers.
 
     tma: q, k, v and do are read by TMA. Pointers and window masking take registers. ptxas 12.8: with both and large
     tiles it spills hundreds of bytes, and it has passed wgmma an overwritten descriptor. Such combinations have smaller

@@ -110,7 +110,7 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
 
 @triton.jit
 def _start(c):
-    """Return (acc, m_i, l_i) before the first key; with a bias m_i is finite, so that no tile tests for m = -inf."""
+    """Return the initial (acc, m_i, l_i); with a bias m_i is finite, so no tile tests for -inf."""
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
     m_i = tl.full([c.BLOCK_M], LOWEST if c.BIAS else -float("inf"), tl.float32)
     return acc, m_i, tl.zeros([c.BLOCK_M], tl.float32)
@@ -118,7 +118,7 @@ def _start(c):
 
 @triton.jit
 def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_low, lse, terms, sizes, c):
-    """Compute O and the LSE of one tile of queries over the key tiles that it sees, or over one split of them.
+    """Compute O and the LSE of one tile of queries over its visible key tiles, or a split of them.
 
     Split s of batch element b is stored as batch element s·B + b of o and lse. sink: a `Strided`; None without a sink,
     or if `merge_kernel` adds it. seed: pointer to two numbers, or None. parts: bias components, `Parts` of `Strided`s

@@ -1,4 +1,4 @@
-"""dQ, dBias and gradients of bias components for `deterministic=True`: each sum is computed by one program, in order.
+"""Deterministic dQ, dBias and gradients of bias components: one program per sum, in fixed order.
 
 The kernels recompute the score tiles with the helper of `backward_kernel`, which is the cost of determinism. In a
 packed batch each sequence has as many programs as the longest one needs; programs without a tile do nothing.
@@ -36,7 +36,7 @@ def _clean(tile, HIDES: tl.constexpr):
 @triton.jit
 def _score_gradients(rows, x, words, terms, sizes, b, h, m0, n, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
                      c):  # fmt: skip
-    """Return the tile of keys, and dSᵀ with respect to scale·Q Kᵀ and to the biased score. rows: `_load_queries`."""
+    """Return the keys, dSᵀ with respect to scale·Q Kᵀ and to the biased score. rows: `_load_queries`."""
     n0 = tl.cast(n, tl.int32) * c.BLOCK_N
     hk = h // sizes.group
     k_tile = load_rows(x.k, b, hk, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
@@ -200,7 +200,7 @@ def _add_bias(acc, x, words, states, b, h, place, how, terms, sizes, c):
 @triton.jit
 def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, states, lengths, dbias, how, terms, sizes,
                          c):  # fmt: skip
-    """Compute one tile of a broadcast dBias over every batch element, head, query and key tile that shares it.
+    """Compute one tile of a broadcast dBias over all batch elements, heads and score tiles that share it.
 
     how: `Broadcast` of the bias or of a vector component.
     """
@@ -247,7 +247,7 @@ def _rows_at(tile, place):
 
 @triton.jit
 def _add_diagonals(acc, x, words, states, b, h, e0, terms, sizes, c):
-    """Add score gradients to the entries ``e0, e0 + 1, ...`` of a Toeplitz bias; acc: [entries, queries of a tile]."""
+    """Add score gradients to a Toeplitz bias's entries ``e0, ...``; acc: [entries, queries of a tile]."""
     r = tl.arange(0, c.BLOCK_N)[:, None]
     m = tl.arange(0, c.BLOCK_M)[None, :]
     for tm in range(0, tl.cdiv(sizes.queries, c.BLOCK_M)):
@@ -405,7 +405,7 @@ def _sum_distances(call, seed, states, lengths, dvalues, how, rule, numbers, buc
 
 @triton.jit
 def _add_to_entries(total, found, buckets, d0, count, e0, entries, REVERSE: tl.constexpr):
-    """Add the sums ``found`` for distances ``d0, d0 + 1, ...`` to ``total`` [entries from ``e0`` on, rows]."""
+    """Add sums ``found`` by distance, from ``d0`` on, to ``total`` [entries from ``e0`` on, rows]."""
     r = tl.arange(0, found.shape[0])
     d = d0 + r
     at = count - 1 - d if REVERSE else d

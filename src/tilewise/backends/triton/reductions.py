@@ -10,7 +10,7 @@ from tilewise.spec.problem import Problem
 
 
 def bias_reduction(problem: Problem) -> str:
-    """Return how tiles of dS become dBias: "none", "store", "add" (shared elements), or "rows" or "cols" (vectors).
+    """Return how dS becomes dBias: "none", "store", "add" (if shared), or "rows" or "cols" (vectors).
 
     A scalar bias is of the kind "cols".
     """

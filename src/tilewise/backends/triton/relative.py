@@ -1,4 +1,4 @@
-"""Relative-position biases in the Triton kernels: loads of a tile's values, and stores of their gradients.
+"""Relative-position biases in the Triton kernels: loads of values, stores of gradients.
 
 Twins of `tilewise.spec.relative`, by pointers. Pair (i, j) has entry ``j - i + origin`` (`origin_of`) in a row of
 values that belongs to its query, to its key, or to all. Entries outside the row are excluded by the load's mask, not by
@@ -129,7 +129,7 @@ def origins(parts, terms, b, c):
 
 @triton.jit
 def entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL: tl.constexpr, FAR: tl.constexpr, sizes):
-    """Return pointers to a tile's entries in the `Strided` ``x``, which pairs have one, and which may be read.
+    """Return pointers to a tile's entries in ``x``, which pairs have one, and which may be read.
 
     at: `QueryRows`; cols: as in `load_operand`. TAIL: the tile may reach past the queries or keys. FAR: no distance in
     the tile has an entry and the bias clamps, so that each row has one entry.
@@ -187,7 +187,7 @@ def entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL: tl.c
 @triton.jit
 def _add_by_distance(added, ALONE: tl.constexpr, x, buckets, numbers, origin, how, start, at, n0, cols,
                      TAIL: tl.constexpr, FAR: tl.constexpr, sizes):  # fmt: skip
-    """Return ``added`` (ALONE: 0) plus a tile's bias, in float32. Values that belong to no pair are not read."""
+    """Return ``added`` (ALONE: 0) plus a tile's bias, in float32; skip values without a pair."""
     place, inside, read = entries_at(x, buckets, numbers, origin, how, start, at, n0, cols, TAIL, FAR, sizes)
     if TAIL or (how.OUTSIDE != "clamp" and not how.EVERY):  # noqa: SIM108  (a compile-time condition)
         value = tl.load(place, mask=read, other=0.0)
@@ -240,12 +240,12 @@ def load_added(x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, s
     return added
 
 
-# --- walks ---
+# --- visited tiles ---
 
 
 @triton.jit
 def limits_of(x, terms, c):
-    """Return a batch element's window limits (lo, hi), narrowed by relative-position biases that hide pairs."""
+    """Return a batch element's window limits (lo, hi), narrowed by relative-position biases."""
     lo, hi = terms.lo, terms.hi
     if c.PACKED:  # the window is aligned to the last query and key
         lo, hi = lo + x.start.diagonal, hi + x.start.diagonal

@@ -59,7 +59,7 @@ _O, _SHARES, _Q, _K, _V, _MORE = range(_FIRST, _FIRST + 12, 2)
 
 
 def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
-    """Return the launches of a `TritonForward` and what depends on lengths in them, see `resized_launches`."""
+    """Return a `TritonForward`'s launches and their length-dependent values, see `resized_launches`."""
     more = iter(range(_MORE, _MORE + 6, 2))
     bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
     merges = run.merge is not None
@@ -74,7 +74,7 @@ def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
 
 
 def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs) -> Any:
-    """Return the `TritonForward` ``run`` for other lengths; None if they need other compile-time parameters."""
+    """Return ``run`` for other lengths; None if they need other compile-time parameters."""
     _, M, N, layouts = structure
     problem, config = run.problem, run.config
     group, first, last = run.group, *tiles.clipped(lo, hi)
@@ -174,7 +174,7 @@ def resized_backward(
     run: Any, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
     cotangents: Outputs,
 ) -> Any:  # fmt: skip
-    """Return the `TritonBackward` ``run`` for other lengths; None if they need other compile-time parameters."""
+    """Return a backward for other lengths; None if they need other compile-time parameters."""
     p, config = resized_problem(run.problem, structure, lo, hi), run.config
     (q, k, v, *_), (do, dlse, _) = inputs, cotangents
     if ragged(p, config) != run.choices:

@@ -13,7 +13,7 @@ from tilewise.backends.triton.tile_mask import listed_pairs
 
 @triton.jit
 def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c):
-    """Return the scores of a tile from A B, the softcap's derivative (see `score_tile`), and the bias in float32.
+    """Return a tile's scores from A B, the softcap's derivative (`score_tile`), the bias in float32.
 
     NEAR: some distance in the tile may have an entry. With BIAS_FIRST the accumulator starts from the bias, and scores
     are in the units of the product. Triton: with a bias by pointers, not pipelined in any case, row maxima and sums
@@ -34,7 +34,7 @@ def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr
 
 @triton.jit
 def visible_tile(x, at, n0, cols, terms, sizes, MASKED: tl.constexpr, PARTIAL: tl.constexpr, TAIL: tl.constexpr, c):
-    """Return the visible pairs of a tile: by the mask if MASKED, by the window and the end of the keys if PARTIAL.
+    """Return a tile's visible pairs: by the mask if MASKED, by window and end of the keys if PARTIAL.
 
     A mask is loaded unconditionally: a load that depends on the tile's state takes one more test, select and wait per
     element.

@@ -1,4 +1,4 @@
-"""Loads and stores of tensors in the Triton kernels: by TMA where the tensor allows it, else by pointers.
+"""Loads and stores in the Triton kernels: by TMA if the tensor allows it, else by pointers.
 
 A tensor is one kernel argument, a `Strided` or a tensor descriptor, and a compile-time switch tells which.
 """
@@ -27,9 +27,7 @@ class Broadcast(NamedTuple):
     ROWS: Any  # full along the queries, else one row for all
     COLS: Any
     TMA: Any
-    LAYOUT: Any = (
-        "padded"  # layout in a packed batch: "padded", "packed" along its axis, or "pairs", a matrix per sequence
-    )
+    LAYOUT: Any = "padded"  # in a packed batch: "padded", "packed" along its axis, or "pairs", a matrix per sequence
     FLAT: Any = False  # neighbours in a row are neighbours in a warp, see `flat_place`
 
 
@@ -46,7 +44,7 @@ class Starts(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """Operands of the tile functions; built inside a kernel, because descriptors must be separate kernel arguments."""
+    """Operands of the tile functions, built inside kernels: descriptors must be separate arguments."""
 
     q: Any
     k: Any
@@ -63,7 +61,7 @@ class Reads(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """Queries of a tile, built inside a kernel. With PACK_GQA a tile has all query heads of one key/value head."""
+    """Queries of a tile, with PACK_GQA of all query heads of one key/value head."""
 
     b: Any
     kv_head: Any
@@ -108,7 +106,7 @@ def wide(*tensors: Tensor | None) -> bool:
 
 
 def comes_by_elements(problem: Problem, bias: Tensor | None) -> bool:
-    """True if a bias is loaded in elements of two bytes, without a pipeline, because its rows are not aligned.
+    """True if a bias is loaded by 2-byte elements, without a pipeline, since its rows are unaligned.
 
     This holds on Hopper only, where it was measured; elsewhere every bias is read by pointers.
     """
@@ -128,7 +126,7 @@ def begins_anywhere(problem: Problem, bias: Tensor | None) -> bool:
 
 @triton.jit
 def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
-    """Return this program's (tile, head, batch). Neighbouring programs run together, see `Problem.raster_order`."""
+    """Return this program's (tile, head, batch) in the order ``ORDER``, see `Problem.raster_order`."""
     pid = tl.program_id(0)
     if ORDER == "tiles":
         tile = pid % tiles
@@ -153,7 +151,7 @@ def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
 
 @triton.jit
 def head_at(b, h, sizes, c):
-    """Return the index of a query head among all batch elements; in a packed batch all sequences share the heads."""
+    """Return the index of a query head among all batch elements; packed sequences share the heads."""
     return tl.cast(b * 0 if c.PACKED else b, tl.int64) * sizes.heads + h
 
 
@@ -236,14 +234,14 @@ def store_rows(x, value, b, h, rows, row_end, col_end, COLS: tl.constexpr):
 
 @triton.jit
 def load_sink(x, b, h, m, sizes):
-    """Load the sink of queries ``m``, in float32. x: `Strided`, last axis of size 1; h: one head, or one per query."""
+    """Load the sink of queries ``m`` in float32. x: `Strided` (B, H, M, 1); h: one or one per query."""
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     return tl.load(at + m.to(tl.int64) * x.stride2, mask=m < sizes.queries, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def operand_place(x, how, start, b, h, sizes):
-    """Return the pointer to the matrix of a bias or mask that (b, h) uses, and its strides along queries and keys."""
+    """Return the pointer and the (query, key) strides of the bias or mask matrix that (b, h) uses."""
     mb, mh = matrix_of(how, b, h)
     place = x.pointer + tl.cast(mb, tl.int64) * x.stride0 + tl.cast(mh, tl.int64) * x.stride1
     stride2, stride3 = x.stride2, x.stride3
@@ -280,7 +278,7 @@ def matrix_of(how, b, h):
 
 @triton.jit
 def load_operand(x, how, start, at, n0, cols, TAIL: tl.constexpr, sizes, c):
-    """Load a tile of a bias or mask, in a shape that broadcasts to that of the scores; 0 outside the tensor.
+    """Load a tile of a bias or mask, which broadcasts to the scores' tile; 0 outside the tensor.
 
     start: `Starts` of a packed batch. at: `QueryRows`. cols: from 0, [1, BLOCK_N], transposed [BLOCK_N, 1]. TAIL: the
     tile may reach past the tensor. Heads of a tile that share a matrix read it once.

@@ -1,4 +1,4 @@
-"""Tile masks in the Triton kernels: the states of kernel tiles, and the visible pairs of a partial tile."""
+"""Tile masks in the Triton kernels: states of kernel tiles, visible pairs of partial tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilewise.backends.triton.tensors import matrix_of
 
 @triton.jit
 def listed_pairs(x, how, at, n0, cols, sizes):
-    """Return the visible pairs of a tile; indices past an end are clamped to the last one. at: `QueryRows`."""
+    """Return the visible pairs of a tile; indices past an end are clamped. at: `QueryRows`."""
     head = at.first_head if how.GROUP > 1 else at.head
     mb, mh = matrix_of(how, at.b, head)
     matrix = tl.cast(mb, tl.int64) * (sizes.heads // how.GROUP) + mh

@@ -1,4 +1,4 @@
-"""Packed batches in the Triton kernels: each program finds its sequence, then computes a dense call of it.
+"""Packed batches in the Triton kernels: a program finds its sequence, then computes a dense call.
 
 Pointers of packed tensors are moved to the sequence's first row, and sizes become the sequence's. The window and a
 Toeplitz bias, which are aligned to the ends, are shifted by the difference of the sequence's lengths.
@@ -29,7 +29,7 @@ READ = tl.constexpr(128)  # offsets loaded at a time
 
 
 def lengths_layout(lengths: Lengths | None) -> Any:
-    """Return the layout of `flat_lengths`; `POINTER` for a dense call, whose kernel is compiled without lengths."""
+    """Return the layout of `flat_lengths`; `POINTER` (compiled without lengths) for a dense call."""
     return POINTER if lengths is None else Record(Lengths, (POINTER,) * len(lengths))
 
 
@@ -91,7 +91,7 @@ def sequence_of(lengths, b, sizes, c):
 
 @triton.jit
 def _sizes_of(queries, keys, exists, sizes):
-    """Return the sizes of a sequence's dense call. If the tile does not exist, lengths are 0 and nothing is stored.
+    """Return the sizes of a sequence's dense call; 0 queries and keys if the tile does not exist.
 
     Triton 3.6: after an early return constants of the arguments are lost, so programs do not return early.
     """
@@ -110,7 +110,7 @@ def own_sizes(lengths, b, sizes, c):
 
 @triton.jit
 def query_tile(lengths, tile, sizes, c):
-    """Return a program's (sequence, tile of queries, `Starts`, sizes). Tiles before the first sequence have no rows."""
+    """Return (sequence, tile of queries, `Starts`, sizes); tiles before all sequences have no rows."""
     b, tile = _sequence_of(lengths.cu_q, tile, sizes.total_queries, sizes, c.BLOCK_M)
     start, queries, keys = sequence_of(lengths, b, sizes, c)
     own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_M < queries), sizes)
@@ -121,7 +121,7 @@ def query_tile(lengths, tile, sizes, c):
 
 @triton.jit
 def key_tile(lengths, tile, sizes, c):
-    """Return a program's (sequence, tile of keys, `Starts`, sizes), like `query_tile`."""
+    """Return (sequence, tile of keys, `Starts`, sizes), like `query_tile`."""
     b, tile = _sequence_of(lengths.cu_k, tile, sizes.total_keys, sizes, c.BLOCK_N)
     start, queries, keys = sequence_of(lengths, b, sizes, c)
     own = _sizes_of(queries, keys, (tile >= 0) & (tile * c.BLOCK_N < keys), sizes)
@@ -162,7 +162,7 @@ def _zero_rows(o, lse, h, rows, inside, sizes, c):
 
 
 def packed_sink_gradient(sink: Tensor, outputs: Outputs, cotangents: Outputs) -> Tensor:
-    """Return dSink of a packed batch; rows of no sequence, with LSE = -inf and arbitrary values, add nothing."""
+    """Return dSink of a packed batch; rows of no sequence (LSE = -inf, arbitrary o) add nothing."""
     lse, (do, dlse, _) = outputs.lse, cotangents
     assert lse is not None
     minus_delta = (do.float() * with_low_bits(outputs.o, outputs.o_low)).sum(-1).neg_()

@@ -15,7 +15,7 @@ CHUNK = tl.constexpr(4096)  # elements of a ragged dBias per program
 
 
 def programs(sizes: ProblemSizes, block_m: int, block_n: int, dq: Any, gaps: bool) -> int:
-    """Return the number of programs of `packed_preprocess_kernel`. dq: may be None; gaps: dBias is not None."""
+    """Return the programs of `packed_preprocess_kernel`. dq: may be None; gaps: dBias is given."""
     assert sizes.total_queries is not None
     assert sizes.total_keys is not None
     assert sizes.pairs is not None
@@ -29,7 +29,7 @@ def programs(sizes: ProblemSizes, block_m: int, block_n: int, dq: Any, gaps: boo
 @triton.jit
 def packed_preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths, own, dq, dbias, sizes,
                              HAS_DLSE: tl.constexpr, c):  # fmt: skip
-    """Compute `row_statistics` and `mark_finite`, and zero dq, dk, dv and the gaps between matrices of a ragged dbias.
+    """Compute `row_statistics` and `mark_finite`; zero dq, dk, dv and the gaps of a ragged dbias.
 
     Rows of dq, dk and dv may belong to no sequence, or be seen by no query. Each program does one of these tasks for
     one tile or chunk. own: `OwnKeys`. dq, dbias: `Strided`, or None.
@@ -86,7 +86,7 @@ def _statistics_of_tile(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths,
 
 @triton.jit
 def _zero_gaps(x, lengths, chunk, sizes, c):
-    """Zero a chunk of a ragged dBias, (1, H, 1, pairs), if the matrices, which do not overlap, do not fill it.
+    """Zero a chunk of a ragged dBias, (1, H, 1, pairs), unless its disjoint matrices fill the chunk.
 
     The backward stores the matrices' elements afterwards.
     """

@@ -1,4 +1,4 @@
-"""Tiles that a program visits: an interval given by the causal or local window or, with a mask, a list.
+"""Tiles that a program visits: an interval given by the window or, with a mask, a list.
 
 Twins of `tilewise.spec.visibility`. `summary_kernel` reads the mask once and stores the state of each tile;
 `list_kernel` stores for each tile of queries, or of keys, the tiles that it visits. Empty tiles are never read, and
@@ -77,7 +77,7 @@ def listed_walk(lists, tile, b, h, BY_KEYS: tl.constexpr, FULL: tl.constexpr, AP
 
 @triton.jit
 def full_count(walk):
-    """Return how many tiles of a list are full; they are its first ones, whether or not they have their own loop."""
+    """Return how many tiles of a list are full; they are its first ones."""
     return tl.load(walk.tiles - HEAD + 1)
 
 
@@ -126,7 +126,7 @@ def state_of(states, b, h, m, n, sizes, c):
 
 @triton.jit
 def summary_kernel(mask, states, heads, queries, keys, c):
-    """Store the state of one tile: HIDDEN (empty), MIXED (partial) or WHOLE (full), by its elements in the tensor.
+    """Store the state of one tile: HIDDEN (empty), MIXED (partial) or WHOLE (full).
 
     mask: `Strided` with ``heads`` heads. states: int8 (batch·heads, tiles of queries, tiles of keys) of the mask, of
     size 1 along queries or keys where the mask broadcasts.
@@ -150,7 +150,7 @@ def summary_kernel(mask, states, heads, queries, keys, c):
 
 @triton.jit
 def list_kernel(states, lists, queries, keys, lo, hi, c):
-    """Store the list of one tile of queries, or BY_KEYS of keys: the tiles in the order of `visibility.kinds`.
+    """Store the list of one tile of queries, or BY_KEYS of keys, in the order of `visibility.kinds`.
 
     lists: int32 (batch·heads of the mask, tiles, AROUND + most tiles visited), in the format described at HEAD.
     """
