@@ -179,8 +179,7 @@ class Backend(Protocol):
 def at_once(compute: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
     """Wrap ``compute`` as a member of `Backend.prepare` that prepares nothing.
 
-    ``compute`` takes the problem, the tensors and, in a backward, `Needs`. The prepared function is cached for other
-    calls, so it holds no tensor of this call.
+    The prepared function is cached for other calls, so it holds no tensor of this call.
     """
 
     def prepare(problem: Problem, *call: Any) -> Callable[..., Any]:

@@ -114,10 +114,7 @@ def _part_gradients(problem: Problem, parts: Parts, db: Tensor, needs: Needs) ->
 def _score_gradients(
     problem: Problem, p: Tensor, dp: Tensor, delta: Tensor, visible: Tensor, transformed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients with respect to scale · q·k and to the biased score.
-
-    Hidden pairs have no gradient, even if their key or value is NaN.
-    """
+    """Return the gradients with respect to scale · q·k and to the biased score; 0 for hidden pairs."""
     db = torch.where(visible, reference.softmax_derivative(p, dp, delta), 0.0)
     slope = reference.transform_derivative(transformed, problem.score)
     return (db if slope is None else torch.where(visible, db * slope, 0.0)), db

@@ -205,10 +205,7 @@ def _part(problem: Problem, run: _SequenceRun, name: str, x: Tensor) -> Tensor:
 
 
 def _sequences(problem: Problem, inputs: Inputs, wide: Collection[str] = ()) -> Iterator[_Sequence]:
-    """Yield a dense call for each run of sequences.
-
-    ``wide``: operands to convert to the LSE's dtype, so that their gradients are not rounded before they are summed.
-    """
+    """Yield a dense call for each run. ``wide``: operands in the LSE's dtype, for unrounded gradients."""
     packed = problem.score.packed
     assert inputs.lengths is not None
     assert packed is not None

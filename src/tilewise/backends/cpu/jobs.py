@@ -1,8 +1,7 @@
 """Concurrent jobs of a call's backward, and the addition of their partial sums.
 
-Heads that add to the same elements of a gradient are a group; groups are independent. With fewer groups than workers,
-a group's blocks of rows, and then its heads, are divided among several jobs. Each job then has its own partial sums,
-which are added in the order of the jobs, so that results are deterministic.
+Heads that add to the same elements of a gradient are a group. With fewer groups than workers, a group's blocks of rows,
+and then its heads, are divided among jobs, whose partial sums are added in a fixed order: results are deterministic.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ HUGE_PAGE = 1 << 21  # bytes
 def product(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
     """Return ``start + a @ b``, in place of ``start``, for tiles (T, m, k), (T, k, n) and (T, m, n).
 
-    `torch.baddbmm` calls MKL, which is a little faster than oneDNN on Intel CPUs and half as fast on AMD. There large
-    float32 tiles use oneDNN, which compiles a kernel for each shape in the time of two such products.
+    `torch.baddbmm` calls MKL, half as fast as oneDNN on AMD CPUs. There large float32 tiles use oneDNN, which compiles
+    a kernel for each shape in the time of two such products.
     """
     large = a.shape[0] == 1 and a.shape[1] * a.shape[2] * b.shape[2] >= LARGE_PRODUCT
     if large and a.dtype == torch.float32 and _prefers_onednn():
@@ -71,9 +71,8 @@ def in_huge_pages(x: Tensor) -> Tensor:
 def exp_difference(s: Tensor, row: Tensor) -> Tensor:
     """Return ``exp(s - row)`` in place of ``s``; 0 where row = -inf (nothing visible so far).
 
-    It uses base 2: `torch.exp` takes four times as long as `torch.exp2` here, and the change of base needs no pass of
-    its own. It does need one for huge rows, as with a bias of -1e9 at all keys: there rounding ``row * LOG2E`` costs
-    more than the difference.
+    `torch.exp2` takes a quarter of the time of `torch.exp`, and the change of base no extra pass, except for huge rows
+    (a bias of -1e9 at all keys), where the rounding of ``row * LOG2E`` exceeds the difference.
     """
     row = row.masked_fill(row == -torch.inf, 0.0)
     if _is_huge(row):
@@ -82,10 +81,7 @@ def exp_difference(s: Tensor, row: Tensor) -> Tensor:
 
 
 def exp_of_maxima(old: Tensor, new: Tensor) -> Tensor:
-    """Return ``exp(old - new)`` of maxima, rounded as `exp_difference` rounds them.
-
-    So it fits the tiles before and after, and is exactly 1 where the maximum stays.
-    """
+    """Return ``exp(old - new)``, rounded like `exp_difference`; exactly 1 where the maximum stays."""
     new = new.masked_fill(new == -torch.inf, 0.0)
     if _is_huge(new):
         return old.sub(new).mul_(LOG2E).exp2_()

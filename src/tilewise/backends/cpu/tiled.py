@@ -284,8 +284,8 @@ def _attend_backward(
 def _add_over_rows(total: Tensor | None, p: Tensor, x: Tensor, x_t: Tensor | None) -> Tensor:
     """Return ``total + p.mT @ x``, (T, cols, D), in place of ``total``.
 
-    A large product is fastest if its first factor is contiguous along the summed axis: then ``x_t`` is ``x`` transposed
-    in memory, and the result is transposed too. For batches of small products transposing does not pay.
+    A large product is faster with ``x_t``, ``x`` transposed in memory: its first factor is contiguous along the summed
+    axis. The result is then transposed too.
     """
     if x_t is None:
         return product(p.mT, x, total)

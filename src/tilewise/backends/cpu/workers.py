@@ -1,9 +1,8 @@
 """Worker threads that compute parts of a call concurrently.
 
-PyTorch divides each operator among its threads and waits for the last one. A tile takes about twenty operators, so a
-call waits hundreds of times; if another process uses one of the cores, each wait takes milliseconds, until the
-scheduler returns the core. So a call is divided only once: a worker computes complete tiles, and its operators, which
-release the GIL, use one thread.
+PyTorch divides each operator among its threads and waits for the last one, hundreds of times per call; each wait takes
+milliseconds if another process uses one of the cores. So a call is divided only once: a worker computes complete tiles,
+and its operators, which release the GIL, use no other thread.
 """
 
 from __future__ import annotations
@@ -101,8 +100,7 @@ def _answer(future: Future[T], part: Callable[[], T]) -> None:
 def _use(threads: int) -> None:
     """Set the number of threads for operators of this new thread.
 
-    `torch.set_num_threads` also sets the initial number of later threads. A short-lived thread restores that, since a
-    call in this thread would change its own number again.
+    `torch.set_num_threads` also sets the initial number of later threads, which a short-lived thread restores.
     """
     usual = torch.get_num_threads()
     torch.set_num_threads(threads)

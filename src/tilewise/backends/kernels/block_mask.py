@@ -1,7 +1,7 @@
 """Tile masks in kernels: their arguments, and the visible pairs of a kernel's tile.
 
-The tiles of the mask differ in size from those of the kernel. Before a forward or backward another kernel computes the
-exact state of each kernel tile (`tile_summary_kernel`), so the tile lists equal those of the equivalent bool mask.
+Mask tiles and kernel tiles differ in size. `tile_summary_kernel` computes the exact state of each kernel tile before a
+forward or backward, so the tile lists equal those of a bool mask.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def tile_layout() -> Record:
 def flat_mask(mask: Tensor | None, tiles: TileTensors | None) -> tuple[Tensor | None, ...]:
     """Return the mask's tensors for a `Launch`.
 
-    The tile numbers of a tile mask are clamped, so that none indexes past the bits. The bits are viewed as bytes,
-    because a pipeline has a stage of shared memory for each load.
+    Tile numbers are clamped, so that none indexes past the bits. Bits are bytes, to take less of a pipeline's stages.
     """
     if tiles is None:
         return (mask,)

@@ -89,9 +89,9 @@ def number_of(word, j):
 def kept(stream, m0, rows, n0, cols, terms):
     """True where dropout keeps query m0 + rows and key n0 + cols. m0, n0: multiples of 16.
 
-    The code is written per score. One Philox call serves a group of eight scores. An accumulator's layout gives one
-    thread the whole group, or its scores of keys j and j + 8, and the compiler computes their common words once. It may
-    not know that m0 and n0 are multiples of 16, so they are separate arguments.
+    One Philox call serves a group of eight scores. An accumulator's layout gives one thread the whole group, or four of
+    it, and the compiler computes their common words once. For this m0 and n0 are separate arguments: it may not know
+    that they are multiples of 16.
     """
     if terms.origin is not None:
         m0 += terms.origin.query

@@ -13,18 +13,14 @@ _INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))  # Triton's interpreter
 def product(a, b, acc, PRECISION: tl.constexpr, KEEPS: tl.constexpr):
     """Return acc + A B; ``acc`` may be None.
 
-    PRECISION: of float32 tiles, "tf32", "tf32x3" or "ieee". KEEPS: the compiler may keep a rounded tile in registers
-    and reuse it.
+    PRECISION: of float32 tiles, "tf32", "tf32x3" or "ieee". KEEPS: rounded tiles may be reused from registers.
     """
     return tl.dot(_operand(a, PRECISION, KEEPS), _operand(b, PRECISION, KEEPS), acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _operand(tile, PRECISION: tl.constexpr, KEEPS: tl.constexpr):
-    """Round a float32 tile to the nearest TF32, as cuBLAS does.
-
-    Tensor cores truncate the mantissa to 10 bits; truncation towards zero triples the error of a product.
-    """
+    """Round a float32 tile to TF32, as cuBLAS does; tensor cores truncate, which triples the error."""
     if PRECISION == "tf32" and tile.dtype == tl.float32:
         if _INTERPRET:
             bits = tile.to(tl.int32, bitcast=True)

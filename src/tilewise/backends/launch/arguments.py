@@ -41,8 +41,7 @@ def strided(x: Tensor | None) -> Strided:
 def strided_rows(x: Tensor | None) -> Strided:
     """Like `strided`, for a tensor that never broadcasts (q, k, v, o, their gradients).
 
-    Kernels do not step along its axes of size 1, so these keep their strides where `keeps` allows it, and a launch
-    for other sizes takes the tensor's strides unchanged.
+    Its axes of size 1 keep strides that pass `keeps`, so that a launch for other sizes takes the strides unchanged.
     """
     if x is None:
         return Strided(None, 0, 0, 0, 0)

@@ -16,9 +16,9 @@ of equal shape, dtype, strides and device; an unaligned pointer (not a multiple 
 are cached by everything that Triton specializes on (`Launch.wants`), so a `Launch` for other sizes, as of a growing KV
 cache, asks Triton only for new combinations. Compile-time constants made by `constants` are compared by identity.
 
-On Triton 3.6 to 3.9 later calls also skip the Python code around Triton's C launcher, and cache the TMA descriptors of
-recent addresses (`short_launch`). Later versions, launches with hooks (set by profilers) and kernels with scratch
-memory go through `CompiledKernel`. On Triton 3.9 `assembler` chooses the ptxas of Gluon kernels.
+On Triton 3.6 to 3.9 later calls also skip Triton's Python code around its C launcher, and cache the TMA descriptors of
+recent addresses (`short_launch`). Later versions, launches with hooks (profilers) and kernels with scratch memory use
+`CompiledKernel`. Only these two modules depend on Triton's launch path. On 3.9 `assembler` sets the ptxas for Gluon.
 """
 
 from __future__ import annotations
@@ -319,10 +319,7 @@ def kinds(integers: Sequence[int]) -> tuple[Any, ...]:
 
 
 class _Family:
-    """Common properties of a launch and those resized from it: all of `Launch.wants` except the integers.
-
-    short: by `codes` of the numbers, the first `Short` with these.
-    """
+    """Common properties of a launch and those resized from it: `Launch.wants` except the integers."""
 
     def __init__(self, launch: Launch) -> None:
         layouts, numbers = launch.layouts, launch.numbers
@@ -349,7 +346,7 @@ class _Family:
         kinds = [_value(x) if known else _kind(x) for x, known in zip(numbers, fixed, strict=True)]
         wants = (launch.kernel, *launch.options.items(), *map(layout_kind, layouts), *kinds)
         self.number = _families.setdefault(wants, next(_numbers))
-        self.short: dict[tuple[int, ...], Short] = {}
+        self.short: dict[tuple[int, ...], Short] = {}  # by `codes` of the numbers
         self.made: dict[tuple, list[Whole]] = {}
 
     def codes(self, numbers: Sequence[Any]) -> tuple[int, ...]:
@@ -401,9 +398,8 @@ def _chooses_assembler(kernel: Any) -> bool:
 def assembler(kernel: Any) -> Iterator[None]:
     """Compile a Gluon kernel with ptxas 12.9 on Triton 3.9, which ships it but uses 13.4 for Hopper.
 
-    ptxas 13.4: half of the kernels spill, and all wgmma of the backward at 64 dimensions are serialized (C7512); 12.9
-    does neither. Triton's setting is per process and is changed for the time of a compilation, so another thread that
-    compiles at that time may use 12.9 too.
+    ptxas 13.4: half of the kernels spill, and all wgmma of the backward at 64 dimensions are serialized (C7512).
+    Triton's setting is per process: another thread that compiles at the same time may use 12.9 too.
     """
     if not _chooses_assembler(kernel):
         yield

@@ -230,10 +230,7 @@ def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
 @triton.jit
 def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, terms, sizes, b, h, visit, n0,
                      MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
-    """Add one tile of queries to all gradients.
-
-    visit: the tile's number, and whether a tile mask with bits may hide some of it.
-    """
+    """Add one tile of queries to all gradients. visit: its number, and ``mixed`` of `tile_gradients`."""
     tile, mixed = visit
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     if c.FETCH:

@@ -55,10 +55,7 @@ def is_added(problem: Problem) -> bool:
 
 
 def bias_first(problem: Problem, by_elements: bool = False) -> bool:
-    """True if the accumulator of Q Kᵀ starts from the bias, which a softcap rules out.
-
-    by_elements: of a forward, see `comes_by_elements`.
-    """
+    """True if Q Kᵀ accumulates onto the bias, never with a softcap. by_elements: `comes_by_elements`."""
     return (problem.parts is not None or by_elements) and not problem.score.transformed
 
 
@@ -111,10 +108,7 @@ def has_far_tiles(problem: Problem, parts: Parts | None) -> bool:
 
 
 def parts_layout(parts: Parts | None, gradients: dict[str, Tensor] | None = None) -> Any:
-    """Return the layout of `flat_parts`, with gradients also of `flat_gradients`.
-
-    Without components it is `POINTER`, and the kernel is compiled without them.
-    """
+    """Return the layout of `flat_parts`, with gradients also of `flat_gradients`; `POINTER` for None."""
     if parts is None:
         return POINTER
     layouts = [POINTER if x is None or name in _LISTS else strided(x) for name, x in parts._asdict().items()]

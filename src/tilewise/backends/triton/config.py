@@ -1,9 +1,8 @@
 """Tile sizes, warps and pipeline stages of the Triton kernels, measured on an H200 with Triton 3.6.
 
-docs/notebook/triton.md has the measurements. Two rules explain most of the numbers. The load pipeline needs three
-stages: with two, Triton issues the next load at the end of an iteration and exposes its latency. And small tiles with
-several programs per multiprocessor beat one large program, because the softmax of one overlaps the products of another,
-except at D = 128 with a bias tile, whose shared memory allows fewer programs.
+See docs/notebook/triton.md. Two rules explain most numbers. The load pipeline needs three stages: with two, Triton
+issues the next load at the end of an iteration. And several programs with small tiles per multiprocessor beat a large
+one, since softmax overlaps products, except at D = 128 with a bias tile, whose shared memory allows fewer programs.
 """
 
 from __future__ import annotations

@@ -200,10 +200,7 @@ def _add_bias(acc, x, words, states, b, h, place, how, terms, sizes, c):
 @triton.jit
 def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, states, lengths, dbias, how, terms, sizes,
                          c):  # fmt: skip
-    """Compute one tile of a broadcast dBias over all batch elements, heads and score tiles that share it.
-
-    how: `Broadcast` of the bias or of a vector component.
-    """
+    """Compute one tile of dBias over all that share it. how: `Broadcast` of bias or vector component."""
     own_m = tl.cdiv(sizes.queries, c.BLOCK_M) if how.ROWS else 1
     own_n = tl.cdiv(sizes.keys, c.BLOCK_N) if how.COLS else 1
     pid = tl.program_id(0)
@@ -270,10 +267,7 @@ def _add_diagonals(acc, x, words, states, b, h, e0, terms, sizes, c):
 @triton.jit
 def diagonal_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, states, lengths, dvalues, how, terms,
                              sizes, c):  # fmt: skip
-    """Compute the gradient of BLOCK_N neighbouring entries of a Toeplitz bias.
-
-    Visits every tile that their diagonals cross, in every batch element and head that shares them. how: `Broadcast`.
-    """
+    """Compute BLOCK_N entries of a Toeplitz gradient from all tiles that their diagonals cross."""
     entries = sizes.queries + sizes.keys - 1
     blocks = tl.cdiv(entries, c.BLOCK_N)
     pid = tl.program_id(0)
@@ -342,11 +336,7 @@ def _add_distances(acc, x, words, states, b, h, place, BY_KEYS: tl.constexpr, te
 @triton.jit
 def distance_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, states, lengths, dvalues, how,
                              AXIS: tl.constexpr, terms, sizes, c):  # fmt: skip
-    """Compute the gradient of a block of relative-position values: some entries of a tile of rows.
-
-    Visits every tile with one of their pairs, in every batch element and head that shares them. how: `Broadcast`.
-    AXIS: rows belong to a "query" or a "key".
-    """
+    """Compute some entries of a tile of rows of a relative-position gradient. AXIS: "query" or "key"."""
     call = Reads(q, k, v, do, lse2, delta, bias, mask, parts)
     if AXIS == "key":
         _sum_distances(
@@ -363,10 +353,7 @@ def distance_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, 
 @triton.jit
 def _sum_distances(call, seed, states, lengths, dvalues, how, rule, numbers, buckets, length, ROWS: tl.constexpr,
                    ENTRIES: tl.constexpr, terms, sizes, c):  # fmt: skip
-    """Compute `distance_gradient_kernel` for ENTRIES entries of ROWS of ``length`` rows.
-
-    rule: `ByDistance`; numbers: `Range`.
-    """
+    """Compute ENTRIES entries of ROWS of ``length`` rows. rule: `ByDistance`; numbers: `Range`."""
     count, entries = counts_of(numbers)
     tiles, blocks = tl.cdiv(length, ROWS), tl.cdiv(entries, ENTRIES)
     pid = tl.program_id(0)

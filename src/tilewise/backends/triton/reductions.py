@@ -10,10 +10,7 @@ from tilewise.spec.problem import Problem
 
 
 def bias_reduction(problem: Problem) -> str:
-    """Return how dS becomes dBias: "none", "store", "add" (if shared), or "rows" or "cols" (vectors).
-
-    A scalar bias is of the kind "cols".
-    """
+    """Return how dS becomes dBias: "none", "store", "add" if shared, "rows" or "cols" (also a scalar)."""
     if problem.bias is None:
         return "none"
     if problem.bias.axes != "matrix":

@@ -209,10 +209,7 @@ def _first_diagonal(start, sizes, c):
 
 @triton.jit
 def load_added(x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c):
-    """Return the sum of the bias and all bias components for a tile, in float32.
-
-    Its shape broadcasts to that of the scores. NEAR: see `score_products`.
-    """
+    """Return the sum of bias and bias components for a tile, in float32, broadcastable to the scores."""
     parts = x.parts
     added = tl.zeros([1, 1], tl.float32)
     if c.BIAS_TENSOR:

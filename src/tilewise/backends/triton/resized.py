@@ -36,10 +36,7 @@ def _programs(problem: Problem, queries: int, config: TritonConfig, shares: int)
 
 
 def ragged(problem: Problem, config: TritonConfig) -> tuple[bool, bool]:
-    """Return RAGGED_M and RAGGED_N.
-
-    Without bias components and mask lists no other field of `Constexprs` depends on lengths.
-    """
+    """Return RAGGED_M and RAGGED_N, the only `Constexprs` of resizable problems that lengths change."""
     if problem.totals is not None:
         return True, True
     return _ragged(problem.queries, problem.keys, problem.group, config)

@@ -92,10 +92,7 @@ def broadcast(x: TensorSpec, group: BroadcastGroup, tma: bool, layout: str = "pa
 
 
 def descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """Return the layout of a tensor that is read by TMA in boxes of (rows, cols) of its last two axes.
-
-    The hardware reads 0 outside the tensor and writes nothing there.
-    """
+    """Return a TMA layout with boxes (rows, cols); TMA reads 0 outside the tensor and writes nothing."""
     strides = row_strides(x.shape, x.stride(), x.element_size())
     return boxed(TensorDescriptor, x, strides, (1, 1, rows, cols))
 
@@ -106,10 +103,7 @@ def wide(*tensors: Tensor | None) -> bool:
 
 
 def comes_by_elements(problem: Problem, bias: Tensor | None) -> bool:
-    """True if a bias is loaded by 2-byte elements, without a pipeline, since its rows are unaligned.
-
-    This holds on Hopper only, where it was measured; elsewhere every bias is read by pointers.
-    """
+    """True if unaligned rows of a bias are loaded by unpipelined 2-byte loads: on Hopper, as measured."""
     hopper = problem.capability is not None and problem.capability[0] == 9
     return hopper and problem.bias_itemsize == 2 and begins_anywhere(problem, bias)
 
@@ -163,10 +157,7 @@ def lse_length(sizes, c):
 
 @triton.jit
 def row_at(head, m, length):
-    """Return the index of query ``m`` of a head (`head_at`) in a buffer with ``length`` elements per head.
-
-    The buffer is the LSE or, with `ProblemSizes.padded_queries`, the backward's row statistics.
-    """
+    """Return the index of query ``m`` of a head (`head_at`) in LSE or statistics, ``length`` per head."""
     return head * length + m
 
 
@@ -328,19 +319,13 @@ def load_operand(x, how, start, at, n0, cols, TAIL: tl.constexpr, sizes, c):
 
 @triton.jit
 def dot(a, b, acc, c):
-    """Return acc + A B; ``acc`` may be None.
-
-    Rounded operands are not kept in registers: copies of tiles that are used in every step spill thousands of bytes.
-    """
+    """Return acc + A B (``acc`` may be None); operands kept in registers would spill thousands of bytes."""
     return product(a, b, acc, c.PRECISION, False)
 
 
 @triton.jit
 def prefetch_bias(x, how, start, b, h, m0, n0, sizes, c):
-    """Prefetch a tile of a bias into the L2; rows and columns are clamped to the last one.
-
-    Each row takes two prefetches, one for each half.
-    """
+    """Prefetch a tile of a bias into the L2, two elements per row; indices are clamped to the tensor."""
     place, stride2, stride3 = operand_place(x, how, start, b, h, sizes)
     i = tl.arange(0, 2 * c.BLOCK_M)
     m = tl.minimum(m0 + i // 2, sizes.queries - 1)

@@ -22,10 +22,7 @@ def listed_pairs(x, how, at, n0, cols, sizes):
 
 @triton.jit
 def tile_summary_kernel(x, states, queries, keys, how, c):
-    """Store the state of one kernel tile, like `visibility.summary_kernel` for a bool mask. c: `Masking`.
-
-    Pairs are read only if the states of the overlapping mask tiles do not decide.
-    """
+    """Store the state of one tile, like `visibility.summary_kernel`; read pairs only if necessary."""
     m_count, n_count = tl.cdiv(queries, c.BLOCK_M), tl.cdiv(keys, c.BLOCK_N)
     pid = tl.program_id(0)
     n0, m0 = pid % n_count * c.BLOCK_N, pid // n_count % m_count * c.BLOCK_M

@@ -1,11 +1,9 @@
 """Packed batches in the Triton kernels: a program finds its sequence, then computes a dense call.
 
-Pointers of packed tensors are moved to the sequence's first row, and sizes become the sequence's. The window and a
-Toeplitz bias, which are aligned to the ends, are shifted by the difference of the sequence's lengths.
-
-The host does not synchronize to read lengths: it launches the most programs that can be needed,
-``total // BLOCK + B``. The first tile of sequence b has the number ``cu[b] // BLOCK + b``, so tiles of different
-sequences never overlap. Row statistics are padded to full tiles in this order.
+Pointers are moved to the sequence's first row, and sizes become the sequence's; window and Toeplitz bias, which are
+aligned to the ends, are shifted. The host does not synchronize to read lengths: it launches ``total // BLOCK + B``
+programs per head, the most that can be needed. The first tile of sequence b has the number ``cu[b] // BLOCK + b``. Row
+statistics are padded to full tiles in this order.
 """
 
 from __future__ import annotations
@@ -91,10 +89,8 @@ def sequence_of(lengths, b, sizes, c):
 
 @triton.jit
 def _sizes_of(queries, keys, exists, sizes):
-    """Return the sizes of a sequence's dense call; 0 queries and keys if the tile does not exist.
-
-    Triton 3.6: after an early return constants of the arguments are lost, so programs do not return early.
-    """
+    """Return the sizes of a sequence's dense call; 0 queries and keys if the tile does not exist."""
+    # Triton 3.6: an early return loses constants of the arguments, hence sizes of 0.
     return ProblemSizes(
         1, sizes.heads, sizes.group, tl.where(exists, queries, 0), tl.where(exists, keys, 0), sizes.head_dim,
         sizes.value_dim, sizes.padded_queries, 1, sizes.total_queries, sizes.total_keys, sizes.pairs,

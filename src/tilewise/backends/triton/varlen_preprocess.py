@@ -31,8 +31,7 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, len
                              HAS_DLSE: tl.constexpr, c):  # fmt: skip
     """Compute `row_statistics` and `mark_finite`; zero dq, dk, dv and the gaps of a ragged dbias.
 
-    Rows of dq, dk and dv may belong to no sequence, or be seen by no query. Each program does one of these tasks for
-    one tile or chunk. own: `OwnKeys`. dq, dbias: `Strided`, or None.
+    Each program does one of these tasks for one tile or chunk. own: `OwnKeys`. dq, dbias: `Strided`, or None.
     """
     pid, k, v, finite, dk, dv = tl.program_id(0), own.k, own.v, own.finite, own.dk, own.dv
     kv_heads = sizes.heads // sizes.group
@@ -86,10 +85,7 @@ def _statistics_of_tile(o, o_low, do, lse, dlse, delta, lse2, dq_accum, lengths,
 
 @triton.jit
 def _zero_gaps(x, lengths, chunk, sizes, c):
-    """Zero a chunk of a ragged dBias, (1, H, 1, pairs), unless its disjoint matrices fill the chunk.
-
-    The backward stores the matrices' elements afterwards.
-    """
+    """Zero a chunk of a ragged dBias, (1, H, 1, pairs), unless its disjoint matrices fill the chunk."""
     first = chunk.to(tl.int64) * CHUNK
     last = tl.minimum(first + CHUNK, sizes.pairs)
     filled = first * 0
