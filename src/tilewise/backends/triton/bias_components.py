@@ -67,7 +67,7 @@ def kernel_terms(problem: Problem, inputs: Inputs, first: bool) -> ScoreArgs:
 
 
 def packed_layout(problem: Problem, name: str) -> str:
-    """Return `Broadcast.LAYOUT` of the bias, the mask or a vector component with this name."""
+    """Return the layout of a bias, mask or vector component in a packed batch, see `Broadcast`."""
     forms = () if problem.score.packed is None else problem.score.packed.forms
     if name == "bias" and "ragged" in forms:
         return "pairs"
