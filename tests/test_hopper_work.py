@@ -361,9 +361,9 @@ def test_no_program_waits_for_a_later_one():
         count = scheduler.groups(sizes, c)
         last = min(sizes.lag, count)
         for group in range(count):
-            if group >= sizes.ds_slots:
-                assert group - sizes.ds_slots + sizes.lag < group
-                assert group - sizes.ds_slots < count - last
+            if group >= sizes.ds_buffer_groups:
+                assert group - sizes.ds_buffer_groups + sizes.lag < group
+                assert group - sizes.ds_buffer_groups < count - last
         assert dbias.broadcast_group(p).programs == c.GROUP_PROGRAMS
 
 

@@ -13,7 +13,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200; a grid should have at least as many
 
 
 @dataclass(frozen=True)
-class TritonConfig:
+class TritonGemmConfig:
     """Tile of Y, depth of a step, warps per program, and stages of the load pipeline."""
 
     block_m: int
@@ -23,17 +23,17 @@ class TritonConfig:
     num_stages: int
 
 
-def triton_config(product: Product, precision: str) -> TritonConfig:
+def triton_config(product: Product, precision: str) -> TritonGemmConfig:
     """Return the largest tile with enough tiles to fill a GPU; small tiles for few rows or columns."""
     if product.dtype == torch.float32:
         # ieee: no tensor cores, registers hold the operands
-        return TritonConfig(64, 64, 32, 4, 2) if precision == "ieee" else TritonConfig(128, 64, 32, 4, 3)
+        return TritonGemmConfig(64, 64, 32, 4, 2) if precision == "ieee" else TritonGemmConfig(128, 64, 32, 4, 3)
     batch = product.kept[0] * product.kept[1]
     for block_m, block_n, warps in ((128, 128, 8), (128, 64, 4)):
         tiles = -(-product.rows // block_m) * -(-product.cols // block_n) * batch
         if tiles >= MULTIPROCESSORS and product.rows > block_m // 2 and product.cols > block_n // 2:
-            return TritonConfig(block_m, block_n, 32, warps, 4)
-    return TritonConfig(32, 64, 64, 4, 3) if product.rows <= 32 else TritonConfig(64, 64, 64, 4, 3)
+            return TritonGemmConfig(block_m, block_n, 32, warps, 4)
+    return TritonGemmConfig(32, 64, 64, 4, 3) if product.rows <= 32 else TritonGemmConfig(64, 64, 64, 4, 3)
 
 
 def c_spread(product: Product) -> str:

@@ -44,7 +44,7 @@ from tilewise.backends.gluon.sm90.backward.kernel import (
     TileIndices,
     compute_work_tile,
 )
-from tilewise.backends.gluon.sm90.backward.m_subtiles import QueryRows
+from tilewise.backends.gluon.sm90.backward.m_subtiles import QueryStages
 from tilewise.backends.gluon.sm90.backward.scheduler import (
     counters_at,
     head_of,
@@ -82,7 +82,7 @@ def new_element(q, k, v, do, stats, dq_accum, bias_pipeline, ones, c):
     ds_slots = gl.allocate_shared_memory(q.dtype, [2, 1, 1, c.BLOCK_M, c.BLOCK_N], SCORES)
     ds_pipeline = with_barriers(ds_slots, 2, 1)
     no_pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
-    rows = QueryRows(pipeline, do_slots, stats_slots, bias_pipeline.slots, ABSENT, no_pipeline, bias_pipeline)
+    rows = QueryStages(pipeline, do_slots, stats_slots, bias_pipeline.slots, ABSENT, no_pipeline, bias_pipeline)
     hiding = ABSENT
     if c.HIDES_KEYS:
         hiding = (new_step_tiles(q.dtype, 1, c.BLOCK_N).index(0), ones)

@@ -5,10 +5,10 @@ each adds its dS tiles to dBias by TMA while these are in the L2 cache; persiste
 This module is for a bias that many share, and for sums in a fixed order.
 
 Each program stores its dS tiles, rounded as for dK and dQ or in the bias's own dtype, to a buffer in global memory that
-holds `BackwardSizes.ds_slots` groups. When a group has ended, idle warps of a later one sum its tiles in float32, in a
-fixed order, and write dBias; `dbias_reduce_kernel` does so for the last groups. This moves half the bytes of float32
-reduce-adds, needs no sum to be zeroed and cast, and stays out of the way of the products. A program does not store
-tiles that a mask hides from it; `group_list_kernel` lists the stored ones, and only these are loaded.
+holds `BackwardSizes.ds_buffer_groups` groups. When a group has ended, idle warps of a later one sum its tiles in
+float32, in a fixed order, and write dBias; `dbias_reduce_kernel` does so for the last groups. This moves half the bytes
+of float32 reduce-adds, needs no sum to be zeroed and cast, and stays out of the way of the products. A program does not
+store tiles that a mask hides from it; `group_list_kernel` lists the stored ones, and only these are loaded.
 
 A program waits only for programs of a lower number, which the hardware starts first.
 """
@@ -40,10 +40,9 @@ LISTED = gl.constexpr(128)  # query tiles that are examined at once
 class DbiasTiles(NamedTuple):
     """dS buffer, and dBias made from it.
 
-    tiles: descriptor of (ds_slots · programs of a group, steps, BLOCK_M, BLOCK_N), in boxes [programs, 1, ROWS, COLS].
-    dbias: `Strided`, stride 0 along broadcast dims; float32 sums with ADDS.
-    lists: of `group_list_kernel`; ABSENT without a mask.
-    """
+    tiles: descriptor of (ds_buffer_groups · programs of a group, steps, BLOCK_M, BLOCK_N), in boxes [programs, 1, ROWS,
+    COLS]. dbias: `Strided`, stride 0 along broadcast dims; float32 sums with ADDS. lists: of `group_list_kernel`;
+    ABSENT without a mask."""
 
     tiles: Any
     dbias: Any
@@ -196,7 +195,7 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
     WIDTH: gl.constexpr = 4 if c.ADDS else 8
     L: gl.constexpr = gl.BlockedLayout([8 // WIDTH, WIDTH], [32 * WIDTH // COLS, COLS // WIDTH], [2, 1], [1, 0])
     work_tile = work_tile_of(group, 0, terms, sizes, c)
-    place = group % sizes.ds_slots * c.GROUP_PROGRAMS
+    place = group % sizes.ds_buffer_groups * c.GROUP_PROGRAMS
     if c.MASK:
         listed = list_of_group(dbias_tiles.lists, group, sizes)
         count = gl.load(listed) * EACH

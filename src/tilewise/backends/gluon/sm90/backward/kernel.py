@@ -60,7 +60,7 @@ from tilewise.backends.gluon.sm90.backward.dq import (
     wait_zeroed,
 )
 from tilewise.backends.gluon.sm90.backward.m_subtiles import (
-    QueryRows,
+    QueryStages,
     begin,
     begin_ahead,
     begin_dp,
@@ -457,7 +457,7 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
     if not c.DQ_BY_TMA and c.ELEMENTS == 1:  # else another warp waits
         wait_zeroed(tile_index, work_tile, x, counters, sizes, c)
     if c.DBIAS == "reduce":
-        earlier = tile_index // c.GROUP_PROGRAMS - sizes.ds_slots
+        earlier = tile_index // c.GROUP_PROGRAMS - sizes.ds_buffer_groups
         if earlier >= 0:  # it used this program's place in the dS buffer
             wait_count(counters.summed + earlier, c.GROUP_PROGRAMS)
     elif c.ZEROES_DBIAS:
@@ -643,7 +643,7 @@ def backward_kernel(
     bits_slots = ABSENT
     if c.MASK:
         bits_slots = gl.allocate_shared_memory(gl.int32, [c.STAGES, 2 * c.BLOCK_N], bits.layout)
-    rows = QueryRows(pipeline, do_slots, stats_slots, bias_slots, bits_slots, do_pipeline, ABSENT)
+    rows = QueryStages(pipeline, do_slots, stats_slots, bias_slots, bits_slots, do_pipeline, ABSENT)
     shared = BackwardShared(keys.slots, values.slots, 0, 0, 0, p_slots, ds_slots, dbias_tile, added, ABSENT, ABSENT)
     index_pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
     if c.DYNAMIC:

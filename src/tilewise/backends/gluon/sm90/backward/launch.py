@@ -121,7 +121,7 @@ class HopperBackward:
         # dS buffer for a shared bias
         ds_buffer = None
         if bias is not None and reduction(problem) == "reduce":
-            places = sizes.ds_slots * broadcast_group(problem).programs
+            places = sizes.ds_buffer_groups * broadcast_group(problem).programs
             ds_buffer = torch.empty(
                 places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta"
             )
@@ -433,7 +433,7 @@ def working_memory(problem: Problem, device: torch.device) -> dict[str, int]:
     }
     if p.bias is not None and reduction(p) == "reduce":
         tile = config.block_m * config.block_n * p.bias.dtype.itemsize
-        found["dS buffer"] = sizes.ds_slots * broadcast_group(p).programs * tiles * tile
+        found["dS buffer"] = sizes.ds_buffer_groups * broadcast_group(p).programs * tiles * tile
     if p.bias is not None and adds(p) and p.bias.dtype != torch.float32:
         found["float32 dBias"] = p.bias.batch * p.bias.heads * p.bias.rows * p.bias.cols * 4
     return found

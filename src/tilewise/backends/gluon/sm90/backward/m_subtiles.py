@@ -16,7 +16,7 @@ from tilewise.backends.gluon.sm90.common.key_mask import without_nan
 from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 
 
-class QueryRows(NamedTuple):
+class QueryStages(NamedTuple):
     """Pipeline of query tiles; each slot has one pair of barriers, and dO its own if it has fewer slots."""
 
     pipeline: Any  # Q, and the barriers of all

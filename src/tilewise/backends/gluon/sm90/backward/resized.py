@@ -44,7 +44,7 @@ _MOST = 4096  # cached pairs of (query tiles, key tiles)
 class _Tiled(NamedTuple):
     """Sizes, programs and buffer lengths of a backward for given numbers of query and key tiles."""
 
-    ds_slots: int
+    ds_buffer_groups: int
     zeroed: int
     counted: int
     row_programs: int
@@ -68,9 +68,9 @@ def _tiled(run: Any, row_tiles: int, key_tiles: int) -> _Tiled:
         if len(run.tiled) >= _MOST:
             run.tiled.clear()
         run.tiled[row_tiles, key_tiles] = found = _Tiled(
-            sizes.ds_slots, sizes.zeroed, counted, row_programs, work_tiles,
+            sizes.ds_buffer_groups, sizes.zeroed, counted, row_programs, work_tiles,
             min(run.programs, work_tiles) if run.dynamic else work_tiles, 2 * config.block_m * row_programs, accum,
-            kinds((row_tiles, key_tiles, sizes.ds_slots, sizes.zeroed, counted)),
+            kinds((row_tiles, key_tiles, sizes.ds_buffer_groups, sizes.zeroed, counted)),
         )  # fmt: skip
     return found
 
@@ -82,7 +82,7 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     config = run.config
     row_tiles, key_tiles = -(-M // config.block_m), -(-N // config.block_n)
     tiled = _tiled(run, row_tiles, key_tiles)
-    ds_slots, zeroed, counted, row_programs, work_tiles, programs, stats, accum, kind = tiled
+    ds_buffer_groups, zeroed, counted, row_programs, work_tiles, programs, stats, accum, kind = tiled
     if choices(run.problem, config, run.always_hides, M, N, lo, hi, work_tiles, run.programs) != run.choices:
         return None
     dv_strides = gradient_strides(v_shape, v_strides)
@@ -94,7 +94,7 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     batch, kv_heads, group, lag = run.shape
     values = (
         row_programs, programs, first, last, counted,
-        (batch, kv_heads, group, M, N, row_tiles, key_tiles, 1, 1, ds_slots, lag, zeroed), (stats,), (1,),
+        (batch, kv_heads, group, M, N, row_tiles, key_tiles, 1, 1, ds_buffer_groups, lag, zeroed), (stats,), (1,),
         (accum, DQ_COLS.value), (DQ_COLS.value, 1), q_shape, dq_strides, k_shape, dk_strides, v_shape, dv_strides,
         *layouts,
     )  # fmt: skip

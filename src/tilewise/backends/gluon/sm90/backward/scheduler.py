@@ -21,7 +21,7 @@ class BackwardSizes(NamedTuple):
     key_tiles: int
     broadcast_batch: int  # batch elements that share a bias, and key/value heads
     broadcast_heads: int
-    ds_slots: int  # groups of programs whose dS the buffer of `dbias_reduce` holds
+    ds_buffer_groups: int  # groups of programs whose dS the buffer of `dbias_reduce` holds
     lag: int  # a group reduces the dBias of the group this much earlier
     # Key/value heads whose dq_accum is zeroed before the kernel; the head this much earlier zeroes that of a later one.
     # Packed batch: work tiles, since heads differ in length.
@@ -311,7 +311,8 @@ def step_of(m, g, work_tile):
 def place_of(sizes, c):
     """Return this program's place in the dS buffer; with DBIAS "reduce" it has one work tile."""
     return (
-        gl.program_id(0) // c.GROUP_PROGRAMS % sizes.ds_slots * c.GROUP_PROGRAMS + gl.program_id(0) % c.GROUP_PROGRAMS
+        gl.program_id(0) // c.GROUP_PROGRAMS % sizes.ds_buffer_groups * c.GROUP_PROGRAMS
+        + gl.program_id(0) % c.GROUP_PROGRAMS
     )
 
 

@@ -22,7 +22,7 @@ def sized(
     groups = key_tiles * heads // broadcast_programs
     # A group has about ended when the group starts that is as many groups later as a GPU runs at once.
     lag = -(-multiprocessors * config.programs * config.elements // broadcast_programs)
-    ds_slots = min(2 * lag + 2, groups)
+    ds_buffer_groups = min(2 * lag + 2, groups)
     # With a shared bias heads are not in order: all are zeroed before. Else all programs of a head have begun when the
     # head starts that is as much later as a GPU runs at once, plus one; `backward.scheduler.head_and_tile` mixes some.
     none_later = config.dq_stored or broadcast_batch * broadcast_heads > 1
@@ -35,8 +35,8 @@ def sized(
         there = heads - (config.elements - 1) * kv_heads  # at least
         zeroed = min(zeroed, there) // (2 * config.elements) * (2 * config.elements)
     found = (
-        batch, kv_heads, group, queries, keys, row_tiles, key_tiles, broadcast_batch, broadcast_heads, ds_slots, lag,
-        min(zeroed, heads),
+        batch, kv_heads, group, queries, keys, row_tiles, key_tiles, broadcast_batch, broadcast_heads,
+        ds_buffer_groups, lag, min(zeroed, heads),
     )  # fmt: skip
     return tuple.__new__(BackwardSizes, found), groups
 
