@@ -24,11 +24,7 @@ EXTRAS = $(PYTHON) -c "import sys, tomllib; \
 TORCHES := 2.11.0 2.15.0
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 VERSIONS := .versions
-AOT := tests/test_hopper_aot.py tests/test_hopper_relative_aot.py tests/test_hopper_toeplitz_aot.py \
-	tests/test_hopper_small_heads.py tests/test_matmul_aot.py \
-	tests/test_triton_aot.py tests/test_softmax_triton.py tests/test_tile_mask_aot.py tests/test_varlen_aot.py \
-	tests/test_windows_aot.py
-ROOMS := tests/test_hopper_room.py tests/test_triton_room.py
+AOT := tests/aot
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-all ledger lint docs dist hub-kernel mutants test-browser test-versions
@@ -48,7 +44,7 @@ COMPILED := $(abspath build)/ledger
 ledger: $(READY) $(READY_360)
 	rm -rf $(COMPILED)
 	mkdir -p $(COMPILED)
-	TILEWISE_LEDGER=$(COMPILED) $(BIN)/python -m pytest -n 2 --dist worksteal $(AOT) $(ROOMS)
+	TILEWISE_LEDGER=$(COMPILED) $(BIN)/python -m pytest -n 2 --dist worksteal $(AOT)
 	$(BIN)/python tests/ledger.py renew $(COMPILED)
 
 # `make test` compiles what has no entry in the ledger, and few of the rest; this, all. And it asks whether tests notice.
@@ -64,16 +60,16 @@ TEST_TRITONS := $(TRITONS:%=test-triton-%)
 test-versions: $(TEST_TORCHES) $(TEST_TRITONS)
 
 $(TEST_TORCHES): test-torch-%: $(VERSIONS)/.ready-torch-%
-	$(VERSIONS)/torch-$*/bin/python -m pytest -n 2 --dist worksteal --ignore=tests/gpu $(AOT:%=--ignore=%)
+	$(VERSIONS)/torch-$*/bin/python -m pytest -n 2 --dist worksteal --ignore=tests/gpu --ignore=$(AOT)
 
 $(TEST_TRITONS): test-triton-%: $(READY) $(VERSIONS)/.ready-triton-%
-	TILEWISE_TRITON=$(abspath $(VERSIONS))/triton-$* $(BIN)/python -m pytest $(AOT) tests/test_launcher.py
+	TILEWISE_TRITON=$(abspath $(VERSIONS))/triton-$* $(BIN)/python -m pytest $(AOT) tests/backends/test_launcher.py
 
 # Pages in a real browser, Debian's where there is none; `make test` leaves these tests out where it finds none.
 test-browser: $(READY) $(READY_DOCS)
 	@cd tests && ../$(BIN)/python -c "import browser, sys; sys.exit(browser.find() is None)" \
 		|| { apt-get update -qq && apt-get install -y -qq chromium; }
-	$(BIN)/python -m pytest -p no:xdist tests/test_layouts_pictures.py tests/test_site.py
+	$(BIN)/python -m pytest -p no:xdist tests/tools/test_layouts_pictures.py tests/tools/test_site.py
 
 # Plants faults, one at a time, and looks whether a test fails: some minutes.
 mutants: $(READY) $(READY_360)
@@ -96,7 +92,7 @@ dist: $(READY) $(READY_DOCS)
 	$(DOCS)/bin/twine check --strict $(DIST)/*
 	$(BIN)/python tests/distribution.py $(DIST)/*
 
-# tilewise as a kernel of the Hugging Face Hub, into build/hub-kernel; tests/test_hub_kernel.py loads one.
+# tilewise as a kernel of the Hugging Face Hub, into build/hub-kernel; tests/tools/test_hub_kernel.py loads one.
 hub-kernel:
 	$(PYTHON) hub/build.py build/hub-kernel
 

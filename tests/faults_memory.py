@@ -8,52 +8,52 @@ MEMORY = [
     Fault(
         "tilewise/backends/protocol.py", "*tensors, *needs)", "*tensors, *call[len(tensors) :])",
         "the first call of a layout is never freed",
-        "test_memory.py::test_no_tensor_outlives_its_call",
+        "unit/test_memory.py::test_no_tensor_outlives_its_call",
     ),
     Fault(
         "tilewise/bias/constants.py", "key = (*key, device, stream_of(device))", "key = (*key, device)",
         "a stream reads a table of buckets that another has not written yet",
-        "test_memory.py::test_constants_are_of_one_stream",
+        "unit/test_memory.py::test_constants_are_of_one_stream",
     ),
     Fault(
         "tilewise/backends/launch/launcher.py", "_families.setdefault(wants, next(_numbers))",
         "_families.setdefault(wants, len(_families))",
         "two threads launch each other's kernels",
-        "test_memory.py::test_launches_of_threads_have_numbers_of_their_own",
+        "unit/test_memory.py::test_launches_of_threads_have_numbers_of_their_own",
     ),
     Fault(
         "tilewise/backends/launch/launcher.py", "with _keeping:", "if True:",
         "a kernel for aligned addresses is kept for others",
-        "test_memory.py::test_a_launch_of_two_threads_keeps_a_kernel_for_its_addresses",
+        "unit/test_memory.py::test_a_launch_of_two_threads_keeps_a_kernel_for_its_addresses",
     ),
     Fault(
         "tilewise/operator/structure.py", "[found, *(x for x in self.prepared if x is not found)]", "[found]",
         "threads forget what was prepared for others",
-        "test_structure.py::test_threads_share_variants",
+        "unit/test_structure.py::test_threads_share_variants",
     ),
     Fault(
         "tilewise/backends/triton/launch.py", "found = copy(run)", "found = run",
         "a pass changes while another thread runs it",
-        "test_triton_room.py::test_a_pass_that_does_not_fit_leaves_other_threads_theirs",
+        "aot/test_triton_room.py::test_a_pass_that_does_not_fit_leaves_other_threads_theirs",
     ),
     Fault(
         "tilewise/spec/tensors.py", "x() is y and n == y._version for", "x() is y for",
         "a mask is that of numbers that its mask_mod no longer reads",
-        "test_tile_mask.py::test_what_a_mask_mod_reads_may_change",
+        "unit/test_tile_mask.py::test_what_a_mask_mod_reads_may_change",
     ),
     Fault(
         "tilewise/masks/block_sparse.py", "with torch.inference_mode(False):", "with torch.inference_mode(True):",
         "a BlockMask that validation has seen first cannot train",
-        "test_tile_mask.py::test_a_block_mask_that_comes_first_in_inference_mode_trains_later",
+        "unit/test_tile_mask.py::test_a_block_mask_that_comes_first_in_inference_mode_trains_later",
     ),
     Fault(
         "tilewise/masks/block_sparse.py", '{**self.__dict__, "_lists": {}}', "dict(self.__dict__)",
         "a file with a mask holds what was made of it",
-        "test_tile_mask.py::test_a_file_with_a_mask",
+        "unit/test_tile_mask.py::test_a_file_with_a_mask",
     ),
     Fault(
         "tilewise/distributed/documents.py", "stream = stream_of(device)", "stream = None",
         "a stream reads places that another has not written yet",
-        "test_distributed.py::test_documents_of_a_sharded_batch_are_of_one_stream",
+        "distributed/test_distributed.py::test_documents_of_a_sharded_batch_are_of_one_stream",
     ),
 ]  # fmt: skip

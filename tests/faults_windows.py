@@ -50,7 +50,7 @@ WINDOWS = [
     Fault(
         "tilewise/frontend/call_cache.py", "and inputs.sink is None and _is_cacheable(flattened, None)", "and _is_cacheable(flattened, None)",
         "a sink has no gradient in the second call with more leading dimensions",
-        "test_leading.py::test_usual_calls_that_are_not_one_view",
+        "unit/test_leading.py::test_usual_calls_that_are_not_one_view",
     ),
     Fault(
         "tilewise/frontend/call_cache.py", "layouts(*inputs[:5]), torch.are_deterministic_algorithms_enabled()", "layouts(*inputs[:5]), False",
@@ -60,6 +60,6 @@ WINDOWS = [
     Fault(
         "tilewise/windows/forward.py", "_wide(places, c) * bias.stride3", "places * bias.stride3",
         "keys of a bias's window that lie far apart are read outside of memory",
-        "test_index_width.py::test_an_index_that_is_multiplied_by_a_stride_has_64_bits",
+        "tools/test_index_width.py::test_an_index_that_is_multiplied_by_a_stride_has_64_bits",
     ),
 ]  # fmt: skip

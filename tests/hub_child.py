@@ -1,4 +1,4 @@
-"""What tests/test_hub_kernel.py runs in a process of its own: tilewise as a kernel of the Hub, without tilewise.
+"""What tests/tools/test_hub_kernel.py runs in a process of its own: tilewise as a kernel of the Hub, without tilewise.
 
 python tests/hub_child.py FOLDER import|kernels
 """

@@ -4,7 +4,7 @@
 
 Each is planted in a copy of the tree, and the test that should notice is run there. A fault is caught if a test fails
 that passes without it; if nothing fails, or nothing can be collected, the tests are weaker than they look.
-tests/test_mutants.py holds in every run that the list is true: each text occurs once in its file, and each test exists.
+test_mutants.py holds in every run that the list is true: each text occurs once in its file, and each test exists.
 """
 
 from __future__ import annotations

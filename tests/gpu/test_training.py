@@ -1,4 +1,4 @@
-"""300 steps of training on the device follow the loss curve of the CPU, which tests/test_training.py holds to the
+"""300 steps of training on the device follow the loss curve of the CPU, which tests/unit/test_training.py holds to the
 reference."""
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def backward_config(problem: Problem, tma: bool) -> TritonConfig:
 
     tma: q, k, v and do are read by TMA. Pointers and window masking take registers. ptxas 12.8: with both and large
     tiles it spills hundreds of bytes, and it has passed wgmma an overwritten descriptor. Such combinations have smaller
-    tiles; tests/test_triton_aot.py limits the spills.
+    tiles; tests/aot/test_triton_aot.py limits the spills.
     """
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:

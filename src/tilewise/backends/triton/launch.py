@@ -476,7 +476,7 @@ def _smaller(run: Any, error: OutOfResources, *tensors: Any) -> Any:
     """Return a new pass that takes less shared memory, after Triton found that a kernel exceeds it.
 
     The pass itself stays unchanged, since other threads may be running it. A kernel's shared memory depends on the
-    compiler: config.py fits the tested versions (tests/test_triton_room.py).
+    compiler: config.py fits the tested versions (tests/aot/test_triton_room.py).
     """
     if (config := run.config.smaller()) is None:
         raise error

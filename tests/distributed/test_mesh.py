@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mesh_child
 import pytest
-from test_distributed import processes
+from processes import processes
 
 LIMIT = 120.0  # seconds, of all processes together
 

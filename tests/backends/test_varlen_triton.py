@@ -6,8 +6,8 @@ import interpreter_child
 import packed_child
 import pytest
 import torch
-from test_varlen import ONES, USED, H
 from varlen_biases import BIASES
+from varlen_helpers import ONES, USED, H
 
 HALF = torch.float16
 

@@ -17,6 +17,12 @@ from varlen_helpers import (
     FLOAT,
     HALF,
     HKV,
+    LONG,
+    ONES,
+    RUNS,
+    SMALL,
+    SQUARE,
+    USED,
     Again,
     D,
     H,
@@ -36,14 +42,6 @@ from tilewise.frontend import varlen
 from tilewise.spec.score import ScoreNumbers
 
 INF = math.inf
-# Queries without keys, keys without queries, neither; one of each; more of the one and of the other.
-SMALL = Lengths((3, 0, 7, 1, 5, 0), (5, 4, 0, 1, 9, 0), past=2)
-USED = SMALL._replace(keys=(8, 4, 2, 1, 9, 3), used=(5, 4, 0, 1, 7, 2), longer=3)
-# Sequences of equal lengths in a row, whose keys begin 6 rows after each other, and then no longer.
-RUNS = Lengths((3, 3, 3, 3, 2, 2), (6, 6, 6, 5, 4, 4), used=(4, 4, 4, 4, 4, 4), past=1)
-SQUARE = Lengths((4, 6, 1), (4, 6, 1))
-ONES = Lengths((1, 1, 0, 1), (1, 3, 1, 4))  # as in decoding
-LONG = Lengths((3, 127, 0, 129, 1, 239, 128), (128, 1, 3, 239, 0, 127, 129), past=3)
 each_backend = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 

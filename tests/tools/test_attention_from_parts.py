@@ -7,7 +7,7 @@ import io
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "attention-from-parts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "attention-from-parts.md"
 PIECE = re.compile(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", re.DOTALL)
 
 

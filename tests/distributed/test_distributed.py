@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import time
-from pathlib import Path
-
 import distributed_child
 import pytest
 import torch
+from processes import processes
 
 from tilewise.distributed import documents
 
 LIMIT = 120.0  # seconds, of all processes together
-# What takes seconds to import; not this folder's modules, for a server does not look here before Python 3.14.
-# tilewise.api before DTensor, which its operators meet later.
-PRELOAD = [
-    "tilewise.api", "torch.distributed.tensor", "torch.testing", "torch._dynamo", "tilewise.distributed",
-    "tilewise.backends.cpu",
-]  # fmt: skip
-
-
-def processes(target, size, store, limit):
-    """What each wrote, None for one that did not; nobody is left behind. A server that has imported torch forks them:
-    two cores take seconds to import it in each."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    running = [context.Process(target=target, args=(rank, size, str(store)), daemon=True) for rank in range(size)]
-    for process in running:
-        process.start()
-    end = time.monotonic() + limit
-    for process in running:
-        process.join(max(end - time.monotonic(), 0.0))
-    for process in running:
-        if process.is_alive():
-            process.kill()
-            process.join()
-    files = [Path(f"{store}.{rank}") for rank in range(size)]
-    return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
 @pytest.mark.parametrize("size", [2, 4])

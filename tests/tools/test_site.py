@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 MKDOCS = REPOSITORY / ".venv-docs" / "bin" / "mkdocs"
 PAGES = ("index", "overview", "recipes", "switching", "performance", "maths", "layouts", "api/attention", "api/bias")
 

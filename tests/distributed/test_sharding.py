@@ -7,7 +7,7 @@ import pytest
 import sharding_child
 import torch
 import torch.distributed as dist
-from test_distributed import processes
+from processes import processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -162,7 +162,7 @@ def test_svg_and_png_are_written(tmp_path):
 
 def test_the_pictures_of_the_document_are_up_to_date():
     """docs/layouts.md tells beside each picture the command that draws it."""
-    folder = Path(__file__).parents[1]
+    folder = Path(__file__).parents[2]
     text = (folder / "docs" / "layouts.md").read_text(encoding="utf-8")
     commands = re.findall(r"tilewise (layout .* --svg (docs/images/layout-\S+\.svg))", text)
     pictures = re.findall(r"\]\((images/layout-\S+\.svg)\)", text)
@@ -174,7 +174,7 @@ def test_the_pictures_of_the_document_are_up_to_date():
 
 
 def test_the_code_of_the_document_runs():
-    text = (Path(__file__).parents[1] / "docs" / "layouts.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(code, {})
 

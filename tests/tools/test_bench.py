@@ -27,7 +27,7 @@ from tilewise_tools.bench.cases import Case
 from tilewise_tools.bench.providers import Provider, Steps, _score_mod, providers
 from tilewise_tools.bench.results import Calibration, Results, ResultsError, Row, Timing
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CAUSAL = Case("dense causal", 2, 4, 2, 40, 40, 16, causal=True, dtype="float32")
 BIASED = Case("bias", 2, 2, 2, 24, 24, 16, bias=(1, 2, 24, 24), dtype="float32")

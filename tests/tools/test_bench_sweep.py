@@ -15,7 +15,7 @@ from tilewise_tools.bench import timing
 from tilewise_tools.bench.providers import providers
 from tilewise_tools.bench.results import Calibration
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def minor_versions(name: str) -> list[str]:

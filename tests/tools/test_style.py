@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 SOURCES = REPOSITORY / "src"
-EXCEPTIONS = json.loads((Path(__file__).parent / "style_exceptions.json").read_text(encoding="utf-8"))
+EXCEPTIONS = json.loads((Path(__file__).parents[1] / "style_exceptions.json").read_text(encoding="utf-8"))
 TREES = {
     path.relative_to(SOURCES).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
     for path in sorted(SOURCES.rglob("*.py"))
@@ -100,7 +100,7 @@ def test_docstrings_open_with_a_sentence():
 
 def words():
     """(rule, pattern, allowed contexts) of each word that is ours alone, with the field's word for it."""
-    for line in (Path(__file__).parent / "own_words.txt").read_text(encoding="utf-8").splitlines():
+    for line in (Path(__file__).parents[1] / "own_words.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             pattern, _, instead = line.partition(" -> ")
             yield pattern.strip(), instead.strip()

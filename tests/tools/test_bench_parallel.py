@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_distributed import processes
+from processes import processes
 
 from tilewise_tools.bench import __main__ as plain
 from tilewise_tools.bench.parallel import launch, measure, predict, results, run, scaling, steps, timeline

@@ -18,7 +18,7 @@ from tilewise.backends.protocol import Backend, Pass
 from tilewise.planner import BACKENDS, backend_module
 
 PACKAGE = Path(tilewise.__file__).parent
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Packages from the ground up: a module imports its own package, and packages of lower floors. A module of no listed

@@ -10,7 +10,7 @@ from pathlib import Path
 from tilewise_tools.bench import report, results
 from tilewise_tools.benchmarks import gains
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 MAKE = f"python -m {gains.__name__}"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_varlen import SMALL, USED
 from varlen_biases import BIASES
-from varlen_helpers import DOUBLE, FLOAT, HALF, H, Lengths, New, call, gradients, tensors
+from varlen_helpers import DOUBLE, FLOAT, HALF, SMALL, USED, H, Lengths, New, call, gradients, tensors
 
 from tilewise import varlen_attention
 from tilewise.bias import RaggedBias
