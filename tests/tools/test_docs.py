@@ -197,6 +197,14 @@ def test_docstrings_name_parameters_that_exist(name):
         assert set(words) <= set(inspect.signature(x).parameters), words
 
 
+def test_the_reading_list_is_short():
+    """The table of docs/architecture.md: eleven files, 6,000 lines at most."""
+    text = TEXTS[REPOSITORY / "docs" / "architecture.md"]
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", text, re.MULTILINE)
+    assert len(files) == 11
+    assert sum(len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in files) <= 6000
+
+
 def test_code_beside_a_formula_is_the_code():
     """The cells of code in the tables "side by side with the code"."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.glob("ops/*/**/*.py"))
