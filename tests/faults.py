@@ -252,7 +252,7 @@ FAULTS = [
         "backends/test_triton_interpreter.py::test_bias_broadcasts",
     ),
     Fault(
-        "tilewise/backends/triton/reductions.py", 'problem.deterministic and reduction not in ("none", "store")', "False",
+        "tilewise/backends/triton/reductions.py", "problem.deterministic and reduction not in (BiasReduction.NONE, BiasReduction.STORE)", "False",
         "a gradient that should be summed in one order is summed by atomics",
         "backends/test_triton_interpreter.py::test_what_has_an_order_has_no_atomics",
     ),

@@ -96,7 +96,7 @@ def repair(x: Call, share: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     after[spoilt], after_lse[spoilt] = 7.0, torch.nan
     found, _ = run.packed(inputs.lengths, o.clone(), lse=lse.clone())
     bias = inputs.bias if x.values is None else run.values.laid_out(inputs.parts.query, found)
-    run.repair(*inputs[:3], bias, *inputs[4:6], None, found, after, None, after_lse)
+    run.nan_fixup(*inputs[:3], bias, *inputs[4:6], None, found, after, None, after_lse)
     return o, lse, after, after_lse, spoilt
 
 

@@ -117,10 +117,10 @@ def repair(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
 
     problem, inputs = drawn(M, N, causal)
     run = HopperForward(problem, inputs)
-    assert run.repair is not None
+    assert run.nan_fixup is not None
     assert inputs.parts is not None
     o, lse = torch.full_like(inputs.q, 7.0), torch.full((2, 4, M), float("nan"))
-    run.repair(*inputs[:3], inputs.parts.toeplitz, None, None, None, o, None, lse)
+    run.nan_fixup(*inputs[:3], inputs.parts.toeplitz, None, None, None, o, None, lse)
     return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)[:2]
 
 

@@ -128,11 +128,11 @@ def repair(M: int, N: int, lo: int, count: int, causal: bool, reverse: bool) -> 
     inputs = Inputs(q, k, v, None, None, None, Parts(query=normal(2, 4, M, count)))
     problem = Problem.of(*inputs, score)
     run = HopperForward(problem, inputs)
-    assert run.repair is not None
+    assert run.nan_fixup is not None
     assert run.values is not None
     assert inputs.parts is not None
     assert inputs.parts.query is not None
     values = run.values.laid_out(inputs.parts.query)
     o, lse = torch.full_like(q, 7.0), torch.full((2, 4, M), float("nan"))
-    run.repair(q, k, v, values, None, None, None, o, None, lse)
+    run.nan_fixup(q, k, v, values, None, None, None, o, None, lse)
     return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)[:2]

@@ -34,10 +34,11 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
     given: list[tuple] = []
     driver.active.utils = utilities(lambda *args: ("map", *map(str, args)))
     if backend == "hopper":
-        from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
-        from tilewise.backends.gluon.sm90.forward.launch import HopperForward
+        from tilewise.backends.gluon.sm90.backward.launch import HopperBackward as Backward
+        from tilewise.backends.gluon.sm90.forward.launch import HopperForward as Forward
     else:
-        from tilewise.backends.triton.launch import HopperBackward, HopperForward
+        from tilewise.backends.triton.launch import TritonBackward as Backward
+        from tilewise.backends.triton.launch import TritonForward as Forward
 
     pairs = []
 
@@ -73,9 +74,9 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
         ]
         problem = Problem.of(*inputs, score, bias_grad=True, part_grads=tuple(wanted))
         problem = dataclasses.replace(problem, device="cuda", capability=aot_child._capability)
-        outputs = HopperForward(problem, inputs)(inputs)
+        outputs = Forward(problem, inputs)(inputs)
         cotangents, needs = Outputs(x.do, x.dlse), Needs(True, True, True, True, **dict.fromkeys(wanted, True))
-        HopperBackward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
+        Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     finally:
         launcher.Launch.__call__ = through_triton
     return pairs

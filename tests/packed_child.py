@@ -109,13 +109,13 @@ def compile_packed(x: Packed) -> list[aot_child.Kernel]:
 
 
 def hold_named(lengths: str, bias: str | None = None, **options: Any) -> None:
-    """`varlen_helpers.hold` of lengths and a bias by their names in test_varlen.py, for the interpreter's process."""
-    import test_varlen
+    """`varlen_helpers.hold` of lengths and a bias by their names, for the interpreter's process."""
     import varlen_biases
+    import varlen_helpers
     from varlen_helpers import Lengths, hold
 
     tiles = Lengths((70, 0, 3, 40, 1), (33, 1, 0, 80, 64), past=1)  # more queries than keys, and fewer; some tiles
-    found: Any = tiles if lengths == "TILES" else getattr(test_varlen, lengths)
+    found: Any = tiles if lengths == "TILES" else getattr(varlen_helpers, lengths)
     generator = torch.Generator().manual_seed(2)
     if (shape := options.pop("mask_shape", None)) is not None:
         options["mask"] = torch.rand(shape, generator=generator) < 0.6
@@ -126,10 +126,9 @@ def hold_named(lengths: str, bias: str | None = None, **options: Any) -> None:
 
 def same_drops(dropout_p: float) -> None:
     """A packed batch drops what the CPU does."""
-    import test_varlen
-    from varlen_helpers import call, tensors
+    from varlen_helpers import USED, call, tensors
 
-    lengths = test_varlen.USED
+    lengths = USED
     qkv, do, _ = tensors(lengths)
     found = []
     for backend in ("cpu", "triton"):

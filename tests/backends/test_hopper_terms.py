@@ -50,7 +50,7 @@ def compiled(p):
     chosen = config.backward_config(p)
     found = (
         launch._compiled(p, config.forward_config(p), False),
-        launch._repair(p, config.forward_config(p)),
+        launch._nan_fixup(p, config.forward_config(p)),
         backward_launch._compiled(p, chosen, config.backward_width(p), False),
     )
     return [SimpleNamespace(**{name: x.value for name, x in c._asdict().items()}) for c in found]

@@ -27,7 +27,7 @@ from tilewise.layouts import (
     default_swizzle,
     nvmma_shared_layout,
 )
-from tilewise.spec import problem
+from tilewise.spec import operands, problem
 from tilewise.spec.score import Band, Score
 
 if importlib.util.find_spec("triton") is None:
@@ -149,7 +149,7 @@ def test_layouts_of_the_hopper_backend():
     """Every 16-bit tile that its configurations put into shared memory, as its descriptors have it."""
     shapes = set()
     for D, biased in itertools.product((32, 64, 128, 256), (False, True)):
-        bias = problem.Operand(torch.bfloat16, 1, 8, 512, 512) if biased else None
+        bias = operands.TensorSpec(torch.bfloat16, 1, 8, 512, 512) if biased else None
         call = problem.Problem(
             device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=2, heads=8, kv_heads=8, queries=512, keys=512,
             head_dim=D, value_dim=D, score=Score(0.1, None, Band()), bias=bias, bias_grad=biased,

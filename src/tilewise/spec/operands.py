@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal, NamedTuple
 
 import torch
 
 from tilewise.spec.bias_components import DIFFERENTIABLE
+
+
+class BiasKind(StrEnum):
+    """Axes along which a bias varies; kernels get the value."""
+
+    NONE = "none"  # no bias
+    MATRIX = "matrix"  # queries and keys
+    ROWS = "rows"  # queries
+    COLS = "cols"  # keys
+    ONE = "one"  # neither: one number for each head
 
 
 class Sizes(NamedTuple):
@@ -35,20 +46,20 @@ class TensorSpec:
         return self.batch, self.heads, self.rows, self.cols
 
     @property
-    def axes(self) -> Literal["matrix", "rows", "cols", "one"]:
+    def axes(self) -> BiasKind:
         """Return the axes along which the tensor varies: both, the queries, the keys, or neither.
 
-        It follows from the tensor's own sizes: with a single query a bias (.., 1, N) is "cols", since a kernel reads a
-        vector. "rows" and "one" are constant along the keys: such a bias changes the LSE but no probability.
+        They follow from the tensor's own sizes: with a single query a bias (.., 1, N) is COLS, since a kernel reads a
+        vector. ROWS and ONE are constant along the keys: such a bias changes the LSE but no probability.
         """
         if self.rows == 1:
-            return "one" if self.cols == 1 else "cols"
-        return "rows" if self.cols == 1 else "matrix"
+            return BiasKind.ONE if self.cols == 1 else BiasKind.COLS
+        return BiasKind.ROWS if self.cols == 1 else BiasKind.MATRIX
 
     @property
     def matrix_itemsize(self) -> int:
         """Return the bytes per element of the tile loaded with a tile of scores; 0 unless it is a matrix."""
-        return self.dtype.itemsize if self.axes == "matrix" else 0
+        return self.dtype.itemsize if self.axes == BiasKind.MATRIX else 0
 
 
 # Names of the bias components in errors and explanations.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 import torch
@@ -21,11 +22,20 @@ from tilewise.spec.checks import (
     check_seed,
     check_sink,
 )
-from tilewise.spec.operands import BroadcastGroup, PartOperands, Sizes, TensorSpec, TileOperand
+from tilewise.spec.operands import BiasKind, BroadcastGroup, PartOperands, Sizes, TensorSpec, TileOperand
 from tilewise.spec.score import Score
 from tilewise.spec.seqlens import Lengths, Packed
 from tilewise.spec.tiles import visible_pairs
 from tilewise.spec.tma import tensor_fits_tma
+
+
+class RasterOrder(StrEnum):
+    """The tiles of scores that run at the same time and share the L2 cache; kernels get the value."""
+
+    TILES = "tiles"  # of one head, which share its keys and values
+    BATCH = "batch"  # of batch elements that share a bias tile
+    HEADS = "heads"  # of heads that share a bias tile
+    LONGEST_FIRST = "longest"  # a window makes tiles uneven: the longest of some heads first (LPT)
 
 
 @dataclass(frozen=True)
@@ -84,18 +94,16 @@ class Problem:
         return 0 if self.bias is None else self.bias.matrix_itemsize
 
     @property
-    def raster_order(self) -> Literal["tiles", "longest", "batch", "heads"]:
-        """Return which tiles of scores run at the same time and share the L2 cache.
-
-        "tiles" of one head share its keys and values; those of a "batch" or of the "heads" share a bias tile. A causal
-        or local window makes tiles uneven: "longest" starts the longest tiles of some heads first (LPT).
-        """
+    def raster_order(self) -> RasterOrder:
+        """Return the order in which programs take tiles of scores: which of them run at once and share the L2 cache."""
         if not self.score.band.unlimited:
-            return "longest"
-        if self.bias is None or self.bias.axes != "matrix":
-            return "tiles"
+            return RasterOrder.LONGEST_FIRST
+        if self.bias is None or self.bias.axes != BiasKind.MATRIX:
+            return RasterOrder.TILES
         group = self.broadcast_group(self.bias)
-        return "batch" if group.batch > 1 else "heads" if group.heads > 1 else "tiles"
+        if group.batch > 1:
+            return RasterOrder.BATCH
+        return RasterOrder.HEADS if group.heads > 1 else RasterOrder.TILES
 
     @property
     def pairs(self) -> int:

@@ -23,7 +23,7 @@ from tilewise.operator.autograd import attention_op
 from tilewise.operator.eager import in_forward_mode, is_eager
 from tilewise.operator.tools import exports_onnx
 from tilewise.spec.block_mask import TileTensors
-from tilewise.spec.operands import TensorSpec, TileOperand
+from tilewise.spec.operands import BiasKind, TensorSpec, TileOperand
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band
 from tilewise.spec.tensors import is_dtensor
@@ -83,7 +83,7 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
         return "dropout goes by the places of keys"
     if p.parts is not None:
         return "a bias of several terms, or by distance, goes by the places of keys"
-    if p.bias is not None and p.bias.axes != "cols":
+    if p.bias is not None and p.bias.axes != BiasKind.COLS:
         return "the bias is not one of keys alone"
     keep = min(kept.keep, N)
     rows = min(-(-keep // CHUNK) * CHUNK, M) if kept.causal else M

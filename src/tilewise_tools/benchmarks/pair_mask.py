@@ -88,19 +88,19 @@ def calls(length: int, backward: bool, peer: bool) -> dict[tuple[str, str], Call
                 made[hidden, variant] = partial(forward, inputs)
                 continue
             cotangents, needs = Outputs(do, None), Needs(True, True, True, True, False)
-            compute_work_tile = backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs)
+            differentiate = backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs)
             alone = torch.zeros_like(do)
             sums = 0
             for index in LOOKED_AT:
                 alone[index] = do[index]
-            found = compute_work_tile(inputs, outputs, Outputs(alone, None))
+            found = differentiate(inputs, outputs, Outputs(alone, None))
             for index in LOOKED_AT:
                 *_, dq, dk, dv, dbias = reference(inputs, do, index)
                 sums = sums + dbias
                 for name, x, y in (("dq", found[0], dq), ("dk", found[1], dk), ("dv", found[2], dv)):
                     held(f"{name} {hidden} {variant} {index}", x[index], y, 2e-2)
             held(f"dbias {hidden} {variant}", found[3][0], sums, 2e-2)
-            made[hidden, variant] = partial(compute_work_tile, inputs, outputs, cotangents)
+            made[hidden, variant] = partial(differentiate, inputs, outputs, cotangents)
     return made
 
 

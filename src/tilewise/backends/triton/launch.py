@@ -78,6 +78,7 @@ from tilewise.backends.triton.ordered import (
     query_gradient_kernel,
 )
 from tilewise.backends.triton.reductions import (
+    BiasReduction,
     bias_reduction,
     empty_bias_gradient,
     is_ordered,
@@ -103,7 +104,7 @@ from tilewise.backends.triton.tensors import (
 )
 from tilewise.backends.triton.varlen import flat_lengths, lengths_layout, packed_sink_gradient, tile_count
 from tilewise.backends.triton.varlen_preprocess import packed_preprocess_kernel, programs
-from tilewise.spec.operands import TensorSpec
+from tilewise.spec.operands import BiasKind, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.tma import tensor_fits_tma
 
@@ -144,7 +145,7 @@ class Constexprs(NamedTuple):
     LISTS: Any = False  # a mask's tiles are visited by lists, see visibility
     SPLIT: Any = False  # several programs share the keys of a tile of queries
     DQ_TMA: Any = False
-    DBIAS: Any = "none"  # see reductions.bias_reduction
+    DBIAS: Any = "none"  # the value of a `BiasReduction`
     DBIAS_TMA: Any = False
     DPARTS: Any = False  # some bias component requires a gradient
     WANT_Q: Any = False
@@ -276,7 +277,7 @@ class TritonBackward:
             padded = row_tiles * block_m
             key_programs = tile_count(problem, problem.totals[1], config.block_n) * problem.kv_heads
         row_programs = row_tiles * problem.heads
-        self.reduction = reduction = bias_reduction(problem) if needs.bias else "none"
+        self.reduction = reduction = bias_reduction(problem) if needs.bias else BiasReduction.NONE
         ordered_bias = is_ordered(problem, reduction)
 
         stats = _meta(row_batch, problem.heads, padded)
@@ -289,7 +290,7 @@ class TritonBackward:
         dparts = empty_part_gradients(problem, parts, needs, torch.device("meta"))
         ordered_parts = {name: x for name, x in dparts.items() if problem.deterministic and is_summed(problem, name)}
         given = {name: x for name, x in dparts.items() if name not in ordered_parts}
-        by_keys = summed or needs.k or needs.v or bool(given) or not (ordered_bias or reduction == "none")
+        by_keys = summed or needs.k or needs.v or bool(given) or not (ordered_bias or reduction == BiasReduction.NONE)
         lists = problem.totals is None and lists_pay(problem, config)
         self.masked = None
         if lists:
@@ -302,7 +303,9 @@ class TritonBackward:
         self.empty_gradients = [None if x is None else allocation(x, q.device) for x in (dq, dk, dv, dq_accum)]
 
         by_elements = comes_by_elements(problem, bias)
-        dbias_tma = dbias is not None and reduction in ("store", "add") and _uses_tma(problem, dbias)
+        dbias_tma = (
+            dbias is not None and reduction in (BiasReduction.STORE, BiasReduction.ADD) and _uses_tma(problem, dbias)
+        )
         first = bias_first(problem)
         c = _compiled(
             problem, config, inputs, tma, widths(problem, tma, forward=False),
@@ -312,7 +315,7 @@ class TritonBackward:
             LISTS=lists,
             FETCH=by_elements,
             DQ_TMA=tma and config.dq_tma,
-            DBIAS="none" if ordered_bias else reduction,
+            DBIAS=(BiasReduction.NONE if ordered_bias else reduction).value,
             DBIAS_TMA=dbias_tma,
             DPARTS=bool(given),
             WANT_Q=summed, WANT_K=needs.k, WANT_V=needs.v,
@@ -528,7 +531,7 @@ def _compiled(
         MASK_HOW=tile_how(problem, config.block_m, config.block_n, config.pack_gqa)
         or _broadcast(inputs.mask, problem.mask, problem, config, "mask"),
         HIDES=not every_pair_alike(problem),
-        ORDER=problem.raster_order,
+        ORDER=problem.raster_order.value,
         PRECISION=precision(problem),
         PACK_GQA=config.pack_gqa,
         STAGES_AGAIN=second_walk_stages(problem, tma),
@@ -590,6 +593,8 @@ def _broadcast(
     if x is None or operand is None:
         return None
     # With pack_gqa a tile's rows belong to several heads: read by pointers.
-    tma = operand.axes == "matrix" and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
+    tma = (
+        operand.axes == BiasKind.MATRIX and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
+    )
     how = broadcast(operand, problem.broadcast_group(operand), tma, packed_layout(problem, name))
-    return how._replace(FLAT=flat and operand.axes == "matrix")
+    return how._replace(FLAT=flat and operand.axes == BiasKind.MATRIX)

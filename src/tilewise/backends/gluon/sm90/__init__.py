@@ -22,7 +22,7 @@ from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import as_matrix, ends
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.quantities import count, quantity
-from tilewise.spec.operands import PART_WORDS, PartOperands, TensorSpec
+from tilewise.spec.operands import PART_WORDS, BiasKind, PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 
 
@@ -86,7 +86,7 @@ def _declines_forward(problem: Problem) -> str | None:
             return "reads a sink in float16, bfloat16 or float32, not float64"
         if bias is not None and bias.cols == 1:
             return "takes no sink beside a bias that is constant along the keys"
-    by_pointers = (bias is not None and bias.axes != "matrix") or is_copied(problem)
+    by_pointers = (bias is not None and bias.axes != BiasKind.MATRIX) or is_copied(problem)
     irregular = [name for name in problem.irregular if name != "do" and (name != "bias" or not by_pointers)]
     if irregular:
         return (
@@ -170,7 +170,7 @@ def _declines_backward(problem: Problem) -> str | None:
         return f"adds the gradient of {PART_WORDS['toeplitz']} in any order, not with deterministic=True"
     if mask is not None and mask.batch * mask.heads * -(-mask.rows // 64) * -(-problem.keys // 128) * 256 >= 2**31:
         return "counts the words of the bit-packed mask in 32 bits"
-    if bias is None or bias.axes != "matrix":
+    if bias is None or bias.axes != BiasKind.MATRIX:
         return None
     if max(d, dv) > 128 and bias.dtype != problem.dtype and problem.deterministic:
         return (

@@ -155,7 +155,7 @@ class BackwardConstants(NamedTuple):
     DBIAS_SUMS: Any  # sums that "accumulate" adds to, see `config.dbias_sums`
     ZEROES_DBIAS: Any  # programs zero dBias of later groups
     GROUP_BROADCASTS: Any  # query heads of a program share a bias
-    DBIAS: Any  # "none"; matrix: "store", "accumulate", "reduce", "elements"; cols: "sum"; relative: "add"
+    DBIAS: Any  # the value of a `DBiasMode`
     MASK: Any  # a mask, preprocessed by `mask_kernels`
     HIDES_KEYS: Any  # batched, instead of MASK: the mask is the same for all queries, see `key_mask`
     MASK_BATCH: Any  # as for the bias

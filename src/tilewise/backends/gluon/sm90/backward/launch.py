@@ -13,6 +13,7 @@ from tilewise.backends.gluon.preprocess import ZEROED_AT_ONCE, Lists, packed_pre
 from tilewise.backends.gluon.score import kept_weight, score_terms
 from tilewise.backends.gluon.sm90.backward.batched import batched_kernel
 from tilewise.backends.gluon.sm90.backward.dbias import (
+    DBiasMode,
     adds,
     bias_gradient,
     bias_gradient_allocation,
@@ -64,6 +65,7 @@ from tilewise.backends.kernels.sinks import SinkGradient
 from tilewise.backends.kernels.tile_lists import Flat, TileListCache, flat_and_lists
 from tilewise.backends.launch.launcher import POINTER, Launch, Record, constants, strided, strided_if_any, strided_rows
 from tilewise.backends.protocol import Structure
+from tilewise.spec.operands import BiasKind
 from tilewise.spec.problem import Problem
 from tilewise.spec.seqlens import Lengths
 
@@ -96,7 +98,7 @@ class HopperBackward:
         row_programs = sizes.row_tiles * p.heads * batch
         work_tiles, programs = sizes.key_tiles * p.kv_heads * batch, multiprocessors(q.device) * config.programs
         packed = p.totals is not None
-        dynamic = packed or (config.dynamic and reduction(p) != "reduce" and work_tiles > programs)
+        dynamic = packed or (config.dynamic and reduction(p) != DBiasMode.REDUCE and work_tiles > programs)
         # Programs zero dBias of later groups, the host that of the first: of so many heads, with a group per key tile.
         ahead = dynamic and zeroes_ahead(problem)
         self.zeroed_heads = -(-sizes.lag // sizes.key_tiles) if ahead else 0
@@ -113,14 +115,14 @@ class HopperBackward:
         dq, dk, dv = (torch.empty_like(x, device="meta") for x in (q, k, v))
         self.empty_dbias = bias_gradient_allocation(problem, bias, ahead)
         dbias = None if self.empty_dbias is None else self.empty_dbias(device="meta")
-        self.adds = reduction(problem) == "add"
+        self.adds = reduction(problem) == DBiasMode.ADD
         if self.adds and isinstance(self.values, Skewed):
             dbias = self.values.gradient_like
         elif self.adds:
             dbias = bias  # like the copied values
         # dS buffer for a shared bias
         ds_buffer = None
-        if bias is not None and reduction(problem) == "reduce":
+        if bias is not None and reduction(problem) == DBiasMode.REDUCE:
             places = sizes.ds_buffer_groups * broadcast_group(problem).programs
             ds_buffer = torch.empty(
                 places, p.group * sizes.row_tiles, block_m, block_n, dtype=bias.dtype, device="meta"
@@ -167,7 +169,7 @@ class HopperBackward:
             self.pairs = Pairs(problem, toeplitz, 1.0 / p.score.scale, 1 if config.ahead else -1)
             self.toeplitz = ToeplitzGradient(problem, toeplitz, sizes, terms, c, row_programs)
         self.reach = Reach(problem, inputs, c, do) if c.UNDERFLOWS.value else None
-        self.of_rows, self.of_pairs = axes == "rows", axes in ("matrix", "cols")
+        self.of_rows, self.of_pairs = axes == BiasKind.ROWS, axes in (BiasKind.MATRIX, BiasKind.COLS)
         along_rows = bias if self.of_rows else None
         tiled: tuple[Any, ...] = (block_m, width, block_n) if packed else (self.of_rows, block_m, width)
         self.before = Launch(
@@ -204,7 +206,9 @@ class HopperBackward:
                 box(k, block_n, width),
                 box(v, block_n, width),
                 box(do, block_m, width),
-                strided(bias) if axes == "cols" else box(bias if axes == "matrix" else None, block_m, block_n),
+                strided(bias)
+                if axes == BiasKind.COLS
+                else box(bias if axes == BiasKind.MATRIX else None, block_m, block_n),
                 vector(stats, block_m),
                 box(dq, block_m, width) if self.dq_stored else self._sum_of_dq(dq_accum, config, width),
                 box(dk, block_n, width),
@@ -431,7 +435,7 @@ def working_memory(problem: Problem, device: torch.device) -> dict[str, int]:
         "statistics of rows": 2 * config.block_m * tiles * p.kv_heads * p.batch * 4,
         "dq_accum": _sum_heads(p, config, sizes) * tiles * config.block_m * backward_width(p) * 4,
     }
-    if p.bias is not None and reduction(p) == "reduce":
+    if p.bias is not None and reduction(p) == DBiasMode.REDUCE:
         tile = config.block_m * config.block_n * p.bias.dtype.itemsize
         found["dS buffer"] = sizes.ds_buffer_groups * broadcast_group(p).programs * tiles * tile
     if p.bias is not None and adds(p) and p.bias.dtype != torch.float32:
@@ -486,8 +490,8 @@ def _compiled(
         SHARES_KEYS=config.shares_keys,
         LOADING_REGISTERS=config.loading_registers,
         COMPUTING_REGISTERS=config.computing_registers,
-        BIAS="none" if axes == "rows" else axes,
-        BIAS_APART=axes == "matrix" and bias is not None and bias.dtype != problem.dtype,
+        BIAS=(BiasKind.NONE if axes == BiasKind.ROWS else axes).value,
+        BIAS_APART=axes == BiasKind.MATRIX and bias is not None and bias.dtype != problem.dtype,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         **range_constants(problem),
@@ -496,7 +500,7 @@ def _compiled(
         DTOEPLITZ=problem.parts is not None and "toeplitz" in problem.parts.grads,
         ZEROES_DBIAS=ahead,
         GROUP_BROADCASTS=bias is not None and bias.heads < problem.heads and problem.group > 1,
-        DBIAS=reduction(problem),
+        DBIAS=reduction(problem).value,
         DBIAS_SUMS=max(1, dbias_sums(problem)),
         MASK=mask is not None and config.elements == 1,
         HIDES_KEYS=mask is not None and config.elements > 1,

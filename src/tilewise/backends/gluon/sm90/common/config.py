@@ -9,6 +9,7 @@ import torch
 
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import ends
+from tilewise.spec.operands import BiasKind
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band
 from tilewise.spec.tiles import visible_pairs
@@ -130,7 +131,7 @@ def forward_config(problem: Problem) -> ForwardConfig:
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     bias = problem.bias_itemsize
     # A bias along the keys or the queries has no tiles: the configuration is that without a bias.
-    along_keys = problem.bias is not None and problem.bias.axes == "cols"
+    along_keys = problem.bias is not None and problem.bias.axes == BiasKind.COLS
     # 240 registers hold S and P of 128 keys and O of 128 dimensions; with O of 256 dimensions 64 keys fit.
     # A float32 bias tile takes twice the shared memory of a 16-bit one, and a softcap with any bias takes more
     # registers: half the keys.
@@ -286,7 +287,7 @@ def longest_first(problem: Problem) -> bool:
     it.
     """
     p, bias = problem, problem.bias
-    if bias is None or bias.axes != "matrix" or not scatters(p) or p.deterministic or p.score.query is not None:
+    if bias is None or bias.axes != BiasKind.MATRIX or not scatters(p) or p.deterministic or p.score.query is not None:
         return False
     return not p.broadcast_group(bias).single and (not p.bias_grad or dbias_sums(p) > 0)
 
@@ -327,7 +328,7 @@ def dbias_sums(problem: Problem) -> int:
     (at most 0.75 of its error; with sixteen 1.5). Two such sums take as much memory as a float32 one. If q has the
     other 16-bit dtype, unfused torch has float32 scores and rounds dBias once; so do the other methods."""
     bias = problem.bias
-    if bias is None or problem.deterministic or problem.score.query is not None or bias.axes != "matrix":
+    if bias is None or problem.deterministic or problem.score.query is not None or bias.axes != BiasKind.MATRIX:
         return 0
     group = problem.broadcast_group(bias)
     broadcast_size = group.batch * group.heads
@@ -344,7 +345,7 @@ def backward_config(problem: Problem) -> BackwardConfig:
     """Return the backward's configuration. Registers hold S and dP of 64 queries, dK and dV of 128 keys and 128
     dimensions."""
     d, bias = backward_width(problem), problem.bias
-    tile, along_keys = problem.bias_itemsize > 0, bias is not None and bias.axes == "cols"
+    tile, along_keys = problem.bias_itemsize > 0, bias is not None and bias.axes == BiasKind.COLS
     swizzle = head_swizzle(problem, problem.queries)
     later = problem.deterministic and problem.score.band.unlimited and swizzle > 1
     apart = tile and bias is not None and bias.dtype != problem.dtype

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilewise.spec.operands import TensorSpec
+from tilewise.spec.operands import BiasKind, TensorSpec
 from tilewise.spec.problem import Problem
 
 SHARERS = 4  # query heads of all batch elements that share a bias; with fewer no copy is made
@@ -21,7 +21,7 @@ STEP = 8  # elements; 16 bytes or a multiple in each dtype
 
 def is_shared(problem: Problem) -> bool:
     bias = problem.bias
-    if bias is None or bias.axes != "matrix" or problem.parts is not None or problem.totals is not None:
+    if bias is None or bias.axes != BiasKind.MATRIX or problem.parts is not None or problem.totals is not None:
         return False
     group = problem.broadcast_group(bias)
     return group.batch * group.heads >= SHARERS

@@ -10,15 +10,16 @@ import torch
 from tilewise.backends.gluon.sm90.common.config import band_of
 from tilewise.backends.launch.launcher import kinds
 from tilewise.spec import tiles
+from tilewise.spec.operands import BiasKind
 from tilewise.spec.problem import Problem
 
 
-def bias_axes(problem: Problem) -> str:
+def bias_axes(problem: Problem) -> BiasKind:
     """Return the bias's `axes`, with "rows" for "one" too: both are constant along the keys and change only the LSE.
     "none" without a bias."""
     if problem.bias is None:
-        return "none"
-    return "rows" if problem.bias.axes == "one" else problem.bias.axes
+        return BiasKind.NONE
+    return BiasKind.ROWS if problem.bias.axes == BiasKind.ONE else problem.bias.axes
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -40,7 +41,7 @@ def hides(problem: Problem) -> bool:
 def always_hides(problem: Problem) -> bool:
     """True if `hides` holds for all lengths."""
     toeplitz = problem.parts is not None and problem.parts.toeplitz is not None
-    if problem.mask is not None or toeplitz or bias_axes(problem) in ("matrix", "cols"):
+    if problem.mask is not None or toeplitz or bias_axes(problem) in (BiasKind.MATRIX, BiasKind.COLS):
         return True
     # In a packed batch the window counts from each sequence's end, and the lengths are on the device.
     return problem.totals is not None and not problem.score.band.unlimited

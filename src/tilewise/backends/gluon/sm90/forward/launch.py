@@ -62,7 +62,7 @@ from tilewise.backends.launch.launcher import (
 )
 from tilewise.backends.protocol import Structure
 from tilewise.spec import tiles
-from tilewise.spec.problem import Problem
+from tilewise.spec.problem import Problem, RasterOrder
 
 MOST_TILED = 4096  # cached entries per number of query tiles, at most
 WAVES = 2  # query tiles per program that balance differences in length
@@ -353,7 +353,7 @@ def _compiled(problem: Problem, config: ForwardConfig, dynamic: bool, documents:
         SCALE_IN_Q=config.scale_in_q,
         COMPUTING_REGISTERS=config.registers[0],
         LOADING_REGISTERS=config.registers[1],
-        BIAS=bias_axes(problem),
+        BIAS=bias_axes(problem).value,
         BIAS_BATCH=bias is not None and bias.batch > 1,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         **range_,
@@ -366,7 +366,7 @@ def _compiled(problem: Problem, config: ForwardConfig, dynamic: bool, documents:
         HIDES_KEYS=has_small_heads(problem) and (mask is not None or problem.keys % config.block_n != 0),
         RAGGED=problem.totals is not None or problem.keys % config.block_n != 0,
         HIDES=hides(problem),
-        ORDER=raster(problem).at(problem.queries, problem.keys),
+        ORDER=raster(problem).at(problem.queries, problem.keys).value,
         DYNAMIC=dynamic,
         PACKED=problem.totals is not None,
         DOCUMENTS=documents,
@@ -377,15 +377,15 @@ def _compiled(problem: Problem, config: ForwardConfig, dynamic: bool, documents:
 class Raster(NamedTuple):
     """Order in which tiles run side by side, for any lengths."""
 
-    order: str  # as in `Problem.raster_order`
+    order: RasterOrder
     key_bytes: int  # keys and values of all that share a bias, per key; 0 where irrelevant
     pair_bytes: int  # bias that batch elements share, per query and key; 0 where heads share it
 
-    def at(self, queries: int, keys: int) -> str:
-        if self.order == "heads":
-            return "longest" if self.key_bytes * keys > L2_CACHE else self.order
+    def at(self, queries: int, keys: int) -> RasterOrder:
+        if self.order == RasterOrder.HEADS:
+            return RasterOrder.LONGEST_FIRST if self.key_bytes * keys > L2_CACHE else self.order
         shared = self.pair_bytes * queries * keys
-        return "tiles" if shared <= L2_CACHE // 2 < self.key_bytes * keys else self.order
+        return RasterOrder.TILES if shared <= L2_CACHE // 2 < self.key_bytes * keys else self.order
 
 
 def raster(problem: Problem) -> Raster:
