@@ -13,9 +13,9 @@ from tilewise import __version__
 if TYPE_CHECKING:
     from typer import Typer
 
-# Each module has a `command`: a function whose signature is the command's options and whose docstring is its help, or a
-# typer application with commands of its own. These modules are imported for every command, --help included, so they
-# import torch and its like only when they run.
+# Each module defines `command`: a function whose signature gives the options and whose docstring gives the help, or a
+# typer application with subcommands. Every command, --help included, imports all of these modules, so they import
+# torch and other heavy packages only when they run.
 COMMANDS = {
     "demo": "tilewise_tools.demo.command",
     "bench": "tilewise_tools.bench.command",
@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Entry point. Ends the process with the command's status; 2 for a mistake in how it was called."""
+    """Run the command line and exit with the command's status; a usage error exits with 2."""
     if importlib.util.find_spec("typer") is None:
         print(
             "tilewise: the command line needs typer: in a checkout of tilewise, pip install '.[cli]'", file=sys.stderr
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def make_app() -> Typer:
-    """The typer application with all `COMMANDS`."""
+    """Return the typer application with all `COMMANDS`."""
     import typer
 
     # Plain help and errors: rich's frames cut options off in a narrow terminal and break messages that are piped.
@@ -56,7 +56,7 @@ def make_app() -> Typer:
             False, "--version", callback=show_version, is_eager=True, help="Show the version and exit."
         ),
     ) -> None:
-        """Exact attention for PyTorch, tile by tile, in which additive bias and masks are first class."""
+        """Exact, tiled attention for PyTorch, with first-class additive bias and masks."""
 
     for name, module in COMMANDS.items():
         command = importlib.import_module(module).command

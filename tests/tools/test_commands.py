@@ -222,7 +222,7 @@ SM_90 = (*SHAPE, "--device", "sm_90")
         ([*SHAPE, "--mask", "3,3"], "for --mask: shape (3, 3) does not broadcast"),
         (
             [*SHAPE, "--mask", "documents:"],
-            "--mask: documents:LENGTH, or the length of each, by commas, got 'documents:'",
+            "--mask: documents:LENGTH, or all lengths, separated by commas, is needed, got 'documents:'",
         ),
         ([*SHAPE, "--mask", "documents:1,2"], "got 'documents:1,2': these are 3 tokens in all, of 64"),
         ([*SHAPE, "--mask", "window:3"], "--mask: window:LEFT,RIGHT,GLOBAL is needed"),
@@ -303,7 +303,7 @@ def test_a_shape_in_every_spelling(spelled):
     tile = spelled.replace("4,16,", "").replace("4x16x", "").replace("4 X 16 X ", "").replace("4, 16, ", "")
     place = tile.replace("4096", "5").replace("64", "7")
     assert (
-        "element (5, 7) lies at byte "
+        "element (5, 7) is at byte "
         in command("layout", "--shape", tile.replace("4096", "64"), "--element", place).output
     )
 

@@ -54,7 +54,7 @@ def test_the_command_answers_the_engineers_questions():
         "          0 ~ 127   0  1  .  .  .  .  .  .",
         "        640 ~ 767   .  .  .  . 11 10  .  .",
         "   1 17 33 49",
-        "element (5, 37) lies at byte 666, address 0x29a",
+        "element (5, 37) is at byte 666, address 0x29a",
     ):
         assert line in lines, line
     assert Operand((128, 256), 16).byte_offset(5, 37) == 666

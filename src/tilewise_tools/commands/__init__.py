@@ -1,1 +1,1 @@
-"""Commands that are one module each: ``tilewise explain``, ``tilewise layout`` and ``tilewise doctor``."""
+"""The commands ``tilewise explain``, ``tilewise layout`` and ``tilewise doctor``, one module each."""

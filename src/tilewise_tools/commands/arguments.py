@@ -1,6 +1,6 @@
-"""How the commands read their arguments; a mistake is a typer.BadParameter that names the option.
+"""Parsers for the options of all commands; an invalid value raises a typer.BadParameter that names the option.
 
-Options come as text and are read here, so that every command takes one spelling and says the same of a mistake.
+Commands declare options as text and parse them here, so that spellings and errors are uniform.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import typer
 
 from tilewise_tools.commands.spelling import DTYPES, dtype_name
 
-LARGEST = 1 << 58  # elements of a tensor: the bytes of float64 are still counted in 64 bits
+LARGEST = 1 << 58  # elements of a tensor: with float64, the number of bytes still fits 64 bits
 Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Device(StrEnum):
-    """Where a command runs."""
+    """Device type on which a command runs."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -33,7 +33,7 @@ def mistake(option: str, message: str) -> typer.BadParameter:
 
 
 def names(text: str, option: str) -> tuple[str, ...]:
-    """The parts of ``text`` between its commas; none where it is empty."""
+    """Split ``text`` at its commas; return () if it is empty."""
     found = tuple(name.strip() for name in text.split(",") if name.strip())
     if text and not found:
         raise mistake(option, f"names separated by commas are needed, got {text!r}")
@@ -41,7 +41,7 @@ def names(text: str, option: str) -> tuple[str, ...]:
 
 
 def choice(text: str, option: str, allowed: type[Choice]) -> Choice:
-    """A member of ``allowed`` by its value, in any case."""
+    """Return the member of ``allowed`` with the value ``text``, ignoring case."""
     for member in allowed:
         if text.strip().lower() == member.value:
             return member
@@ -49,7 +49,7 @@ def choice(text: str, option: str, allowed: type[Choice]) -> Choice:
 
 
 def dtype(text: str, option: str) -> str:
-    """torch's name of a float dtype, however it is spelled."""
+    """Return torch's name of a float dtype in any of its spellings."""
     found = dtype_name(text)
     if found is None:
         known = ", ".join(f"{name} ({others[0]})" for name, others in DTYPES.items())
@@ -62,13 +62,13 @@ def number(text: str, option: str, least: float | None = None) -> float:
         found = float(text)
     except ValueError:
         raise mistake(option, f"a number is needed, got {text!r}") from None
-    if least is not None and not found >= least:  # a NaN is not, either
+    if least is not None and not found >= least:  # also rejects a NaN
         raise mistake(option, f"must be {least:g} or more, got {text!r}")
     return found
 
 
 def whole(text: str, option: str, least: int, most: int | None = None) -> int:
-    """A whole number from ``least`` to ``most``."""
+    """Return the integer ``text`` if it is from ``least`` to ``most``."""
     found = int(text) if re.fullmatch(r"\s*-?[0-9]{1,4000}\s*", text) else None
     if found is None or found < least or (most is not None and found > most):
         limits = f"of {least} or more" if most is None else f"from {least} to {most}"
@@ -77,7 +77,7 @@ def whole(text: str, option: str, least: int, most: int | None = None) -> int:
 
 
 def shape(text: str, option: str, dims: int | None = None, example: str = "4,16,4096,128") -> tuple[int, ...]:
-    """Sizes separated by commas or by x, with or without brackets: ``dims`` of them, or up to four."""
+    """Parse sizes separated by commas or by x, with or without brackets: ``dims`` of them, or up to four."""
     plain = re.sub(r"^([(\[])(.*)([)\]])$", r"\2", text.strip())
     parts = [part.strip() for part in re.split(r"[,xX×]", plain)]
     if not all(re.fullmatch(r"-?[0-9]+", part) for part in parts):
@@ -88,21 +88,21 @@ def shape(text: str, option: str, dims: int | None = None, example: str = "4,16,
         needed = "at most 4" if dims is None else str(dims)
         raise mistake(option, f"{needed} sizes, such as {example}, are needed, got {len(parts)}: {text!r}")
     sizes = [int(part) if len(part) <= 18 else LARGEST + 1 for part in parts]
-    if math.prod(max(size, 1) for size in sizes) > LARGEST:  # strides are counted so, too
+    if math.prod(max(size, 1) for size in sizes) > LARGEST:  # strides count a size of 0 as 1
         raise mistake(option, f"at most 2**58 elements are allowed, got {text!r}")
     return tuple(sizes)
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Before anything long is run: ``path`` can be made or written over."""
+    """Raise a mistake unless ``path`` can be created or overwritten; called before long runs."""
     if str(path) == "-":
         raise mistake(option, "the name of a file is needed, got '-': standard output has the text")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise mistake(option, f"there is no folder {folder}")
-    if folder == Path("/dev") or (path.exists() and not path.is_file()):  # a device, a pipe: it would be replaced
+    if folder == Path("/dev") or (path.exists() and not path.is_file()):  # a device or pipe would be replaced
         raise mistake(option, f"cannot write {path}: it is {'a folder' if path.is_dir() else 'no regular file'}")
-    if not os.access(folder, os.W_OK):  # it is written beside and then moved there
+    if not os.access(folder, os.W_OK):  # the file is written to a temporary name there, then renamed
         raise mistake(option, f"cannot write {path}: the folder {folder} cannot be written into")
 
 
@@ -115,15 +115,15 @@ def make_folder(path: Path, option: str) -> None:
         raise mistake(option, f"cannot write into the folder {path}")
 
 
-# The library's words
+# Errors of the library
 
 
 def told(error: Exception, options: Mapping[str, str]) -> typer.BadParameter:
-    """What a Python user is told of a keyword argument, for the command line: it names the option.
+    """Convert an error about Python arguments into one that names the command's options.
 
     Args:
-        error: begins with the names of the arguments at fault, "k, v: ...", as tilewise's errors do. One that does not
-            is about the call as a whole.
+        error: an error of tilewise, which begins with the names of the arguments at fault: "k, v: ...". An error
+            without such names concerns the whole call.
         options: the option of each argument.
     """
     head, colon, rest = str(error).partition(": ")
@@ -137,9 +137,9 @@ def told(error: Exception, options: Mapping[str, str]) -> typer.BadParameter:
 
 
 def in_options(text: str, options: Mapping[str, str]) -> str:
-    """``text`` with Python's way to pass an argument written as an option.
+    """Rewrite Python arguments in ``text`` as options.
 
-    deterministic=True is --deterministic, limits=(a, b) is --limits a,b, q's is --shape's, None is none.
+    deterministic=True becomes --deterministic, limits=(a, b) --limits a,b, q's --shape's, and None none.
     """
     named = rf"(?<![-\w])({'|'.join(map(re.escape, options))})"
 
@@ -161,6 +161,6 @@ def in_options(text: str, options: Mapping[str, str]) -> str:
 
 
 def missing_packages(command: str, distributions: Iterable[str], extra: str) -> str:
-    """The line for what is not installed. tilewise is installed from its checkout, so that its extras are, too."""
+    """Return the message for missing distributions; tilewise's extras are installed from a checkout."""
     wanted = f"in a checkout of tilewise, pip install '.[{extra}]'"
     return f"{command}: not installed: {', '.join(distributions)}: {wanted}"

@@ -1,4 +1,4 @@
-"""``tilewise doctor``: what is installed, what can run here, and whether it computes the right thing."""
+"""``tilewise doctor``: installed versions, backends that can run here, and a check of their results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def command() -> None:
-    """Tell whether tilewise works on this machine.
+    """Check that tilewise works on this machine.
 
-    Shows versions and GPUs, which backends can run and why others cannot, and a known hazard of ptxas; computes a small
-    attention with a bias, forward and backward, with every backend that can run, and compares it with float64.
+    Shows versions and GPUs, which backends can run and why others cannot, and a known hazard of ptxas. Runs a small
+    attention with a bias, forward and backward, on every backend that can run, and compares it with float64.
 
-    Ends with status 0 if every device has a backend and all backends that can run are right, and with 1 else.
+    Ends with status 0 if every device has a backend and all backends that can run are right, otherwise with 1.
     """
     import torch
 
@@ -55,7 +55,7 @@ def command() -> None:
 
 
 def check_backends(device: torch.device) -> Iterator[tuple[str, bool | None]]:
-    """A line for each backend, with whether it is right; None for one that cannot run here."""
+    """Yield (line to print, True if right) for each backend and dtype; None instead if it cannot run here."""
     from tilewise_tools.bench.providers import is_ours, providers
 
     for provider in providers(device):
@@ -76,9 +76,9 @@ def check_backends(device: torch.device) -> Iterator[tuple[str, bool | None]]:
 
 
 def _cases(device: torch.device) -> list[Case]:
-    """Grouped heads, a shared bias, causal with fewer queries than keys: no tile of a kernel is full.
+    """Return cases with grouped heads, a shared bias, and causal with fewer queries than keys.
 
-    The bias has rows of multiples of 16 bytes, which every backend can read.
+    No tile of a kernel is full. The bias's row size is a multiple of 16 bytes, which every backend can read.
     """
     from tilewise_tools.bench.cases import Case
 
@@ -89,7 +89,7 @@ def _cases(device: torch.device) -> list[Case]:
 
 
 def _self_check(provider: Provider, case: Case, device: torch.device) -> tuple[dict[str, float], str | None]:
-    """Errors against float64, and what is wrong, if anything."""
+    """Return the errors against float64, and a description of the problem or None."""
     import torch
 
     from tilewise_tools.bench import reference
@@ -111,7 +111,7 @@ def _self_check(provider: Provider, case: Case, device: torch.device) -> tuple[d
 
 
 def ptxas_line(capabilities: list[tuple[int, int]]) -> str:
-    """What is known of the ptxas that Triton would use; it matters to GPUs of compute capability 9.0 only."""
+    """Describe the ptxas that Triton would use; it matters only for GPUs of compute capability 9.0."""
     path = ptxas_path()
     if path is None:
         return "ptxas: none found: triton is not installed, or has none for NVIDIA GPUs"
@@ -123,7 +123,7 @@ def ptxas_line(capabilities: list[tuple[int, int]]) -> str:
 
 
 def wgmma_hazard(version: tuple[int, int]) -> str:
-    """The known fault of CUDA 12.8's and 12.9's ptxas, for one (major, minor) version."""
+    """Say if this (major, minor) version of ptxas has the wgmma fault that is known in 12.8 and 12.9."""
     fault = "may reuse the registers of a wgmma's first operand before they are read; fixed in 13.3"
     if version >= (13, 3):
         return "without the known wgmma hazard"
@@ -131,11 +131,11 @@ def wgmma_hazard(version: tuple[int, int]) -> str:
         return f"may have the known wgmma hazard of 12.8 and 12.9: {fault}"
     if version >= (12, 8):
         return f"has the known wgmma hazard: {fault}"
-    return "older than the versions with the known wgmma hazard, 12.8 and 12.9; not looked into"
+    return "older than the versions with the known wgmma hazard, 12.8 and 12.9; not examined"
 
 
 def ptxas_path() -> Path | None:
-    """The ptxas that Triton calls on Hopper: TRITON_PTXAS_PATH, else its own. Triton itself is not imported."""
+    """Return the ptxas that Triton calls on Hopper: TRITON_PTXAS_PATH or its own. Does not import Triton."""
     named = os.environ.get("TRITON_PTXAS_PATH")
     if named:
         return Path(named)

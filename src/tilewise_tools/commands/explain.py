@@ -1,4 +1,4 @@
-"""``tilewise explain``: what a call will do and what limits it, from shapes alone."""
+"""``tilewise explain``: predict from shapes alone what a call does and what limits it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 
 def command(
-    shape: Annotated[str, typer.Option(help="Of q: batch, heads, length, head dimension.", metavar="B,H,M,D")],
+    shape: Annotated[str, typer.Option(help="Shape of q: batch, heads, length, head dimension.", metavar="B,H,M,D")],
     kv_shape: Annotated[
-        str | None, typer.Option(help="Of k and v, if it differs from q's.", metavar="B,Hkv,N,D")
+        str | None, typer.Option(help="Shape of k and v, if it differs from q's.", metavar="B,Hkv,N,D")
     ] = None,
     value_dim: Annotated[
         str | None, typer.Option(help="Head dimension of v, 1 to 256, if it differs from k's.", metavar="DV")
     ] = None,
     bias: Annotated[str | None, typer.Option(help="Shape of an additive bias.", metavar="B,H,M,N")] = None,
-    bias_dtype: Annotated[str | None, typer.Option(help="Default: q's.", metavar="DTYPE")] = None,
-    bias_grad: Annotated[bool, typer.Option(help="Whether the bias asks for a gradient.")] = True,
+    bias_dtype: Annotated[str | None, typer.Option(help="Dtype of the bias. Default: q's.", metavar="DTYPE")] = None,
+    bias_grad: Annotated[bool, typer.Option(help="Compute the bias's gradient, or not.")] = True,
     mask: Annotated[
         str | None,
         typer.Option(
-            help="Shape of a bool mask; or a pattern, whose tiles are counted: documents:LENGTH (or each length, by "
-            "commas), prefix:LENGTH, window:LEFT,RIGHT,GLOBAL, dilated:REACH,STEP, strided:STRIDE, or FILE.pt, a bool "
+            help="Shape of a bool mask; or a sparse pattern: documents:LENGTH (or all lengths, separated by commas), "
+            "prefix:LENGTH, window:LEFT,RIGHT,GLOBAL, dilated:REACH,STEP, strided:STRIDE, or FILE.pt with a bool "
             "tensor.",
             metavar="B,H,M,N",
         ),
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(help="Draw the tiles that a pattern and causal or window leave.", metavar="FILE")
+        Path | None, typer.Option(help="Draw the tiles that the mask pattern leaves visible.", metavar="FILE")
     ] = None,
     sink: Annotated[
         str | None, typer.Option(help="Shape of trainable attention sinks, H or B,H,M, in q's dtype.", metavar="H")
@@ -48,49 +48,48 @@ def command(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Of q, k and v: float16 (or fp16), bfloat16 (bf16), float32 (fp32), float64 (fp64).", metavar="DTYPE"
+            help="Dtype of q, k, v: float16 (or fp16), bfloat16 (bf16), float32 (fp32), float64 (fp64).",
+            metavar="DTYPE",
         ),
     ] = "bfloat16",
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu, cuda, or a compute capability such as sm_90, which need not be here. "
+            help="cpu, cuda, or a compute capability such as sm_90; no such GPU is needed. "
             "Default: cuda if torch sees a GPU, else cpu.",
             metavar="DEVICE",
         ),
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="The last query sees the last key.")] = False,
     window: Annotated[
-        str | None, typer.Option(help="Keys seen left and right of a query; none: no limit.", metavar="LEFT,RIGHT")
+        str | None, typer.Option(help="Visible keys left and right of a query; none: no limit.", metavar="LEFT,RIGHT")
     ] = None,
-    scale: Annotated[str | None, typer.Option(help="Default: 1/sqrt(D).", metavar="NUMBER")] = None,
+    scale: Annotated[str | None, typer.Option(help="Softmax scale. Default: 1/sqrt(D).", metavar="NUMBER")] = None,
     softcap: Annotated[
         str | None, typer.Option(help="Scores become softcap * tanh(score / softcap).", metavar="NUMBER")
     ] = None,
-    dropout_p: Annotated[
-        str | None, typer.Option(help="Share of the probabilities that are dropped, 0 to 1.", metavar="NUMBER")
-    ] = None,
+    dropout_p: Annotated[str | None, typer.Option(help="Dropout probability, 0 to 1.", metavar="NUMBER")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Equal inputs give equal bits.")] = False,
     backend: Annotated[
         str | None,
-        typer.Option(help="Ask for hopper, triton, cpu or reference. Default: the plan's choice.", metavar="NAME"),
+        typer.Option(help="hopper, triton, cpu or reference. Default: chosen automatically.", metavar="NAME"),
     ] = None,
     limits: Annotated[
         str | None,
-        typer.Option(help="Of the device, where they are not known, such as 990e12,4.8e12.", metavar="FLOP/s,BYTE/s"),
+        typer.Option(help="Peak rates of an unknown device, such as 990e12,4.8e12.", metavar="FLOP/s,BYTE/s"),
     ] = None,
 ) -> None:
-    """Tell what a call would do and what limits it.
+    """Show what a call would do and what limits it.
 
-    Backend and tiles with reasons, FLOPs, bytes, and the bound. A table compares the memory traffic with that of an
-    implementation that stores the score matrix. Nothing is computed, and nothing of the given shapes is allocated.
+    Prints backend and tiles with reasons, FLOPs, bytes and the bound. A table compares the memory traffic with that of
+    an implementation that stores the score matrix. Nothing is computed, and no tensor of these shapes is allocated.
 
     Example: tilewise explain --shape 4,16,4096,128 --bias 1,16,4096,4096 --causal --device sm_90
     """
     q_shape = parse_shape(shape, "--shape", 4)
     k_shape = q_shape if kv_shape is None else parse_shape(kv_shape, "--kv-shape", 4)
     v_shape = k_shape if value_dim is None else (*k_shape[:3], whole(value_dim, "--value-dim", 1, 256))
-    parse_shape(",".join(map(str, v_shape)), "--value-dim", 4)  # no more elements than the others may have
+    parse_shape(",".join(map(str, v_shape)), "--value-dim", 4)  # checks the number of elements
     bias_shape = None if bias is None else parse_shape(bias, "--bias")
     patterned = mask is not None and is_pattern(mask)
     mask_shape = None if mask is None or patterned else parse_shape(mask, "--mask")
@@ -121,7 +120,7 @@ def command(
     place = device.strip().lower() if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     where, context = _where(place)
     tile_mask = None
-    if mask is not None and patterned:  # whose numbers are read on the CPU, whatever the device
+    if mask is not None and patterned:  # a pattern is evaluated on the CPU, whatever the device
         tile_mask = pattern(mask, q_shape[2], k_shape[2])
         if where == "cuda":
             place = "sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -163,7 +162,7 @@ def command(
 
 
 def _options(kv_shape: bool, value_dim: bool) -> dict[str, str]:
-    """The option that each argument of `tilewise.explain` came from; k and v may have come from q's."""
+    """Return the option behind each argument of `tilewise.explain`; k and v may stem from q's option."""
     k = "--kv-shape" if kv_shape else "--shape"
     tensors = {"q": "--shape", "k": k, "v": "--value-dim" if value_dim else k}
     words = ("causal", "window", "scale", "softcap", "deterministic", "backend", "device", "limits")
@@ -172,7 +171,7 @@ def _options(kv_shape: bool, value_dim: bool) -> dict[str, str]:
 
 
 def _where(place: str) -> tuple[str, AbstractContextManager]:
-    """A device for tensors that take no memory, and the context in which they are made."""
+    """Return a device for tensors without storage, and the context in which to create them."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

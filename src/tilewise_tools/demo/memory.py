@@ -1,7 +1,7 @@
 """Part 3: memory and time of forward plus backward against sequence length, with a trainable bias.
 
-Measured is the working memory: the peak while the step runs, less what was there before and less the output and the
-gradients, which any implementation must return. What remains is what the algorithm itself needs.
+Working memory is the peak during the step, minus what was allocated before it, minus the output and the gradients,
+which every implementation must return.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tilewise_tools.demo.comparison import (
     worst,
 )
 
-# Relative to the largest element, between two implementations in the same dtype, each rounding in its own order.
+# Relative to the largest element; for two implementations in the same dtype that round in different orders.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SEED = 20
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """q, k, v (batch, heads, S, head_dim) and bias (1, heads, S, S), shared by the batch, for each S in ``lengths``."""
+    """Sizes of q, k, v (batch, heads, S, head_dim) and bias (1, heads, S, S) for each S in ``lengths``."""
 
     batch: int
     heads: int
@@ -46,9 +46,9 @@ class MemorySettings:
 
 CPU = MemorySettings(2, 4, 64, lengths=(256, 512, 1024, 2048), dtype=torch.float32, rounds=9)
 CUDA = MemorySettings(4, 8, 64, lengths=(1024, 2048, 4096, 8192, 16384, 32768), dtype=torch.bfloat16, rounds=11)
-# A length takes fewer rounds where they last longer than so many seconds, but these at least: of fewer, no middle half.
+# Rounds of a length stop after ENOUGH seconds, but not before FEWEST_ROUNDS, which the quartiles need.
 ENOUGH, FEWEST_ROUNDS = 6.0, 5
-# Of a GPU's memory, how much the bias and its gradient may take; longer sequences are left out.
+# Share of a GPU's memory that the bias and its gradient may take; longer sequences are left out.
 BIAS_SHARE = 0.4
 
 
@@ -58,7 +58,7 @@ def quick(settings: MemorySettings) -> MemorySettings:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Working memory in bytes and time of one step; None where the device ran out of memory."""
+    """Working memory in bytes and time of one step; None if the device ran out of memory."""
 
     length: int
     working_bytes: int | None
@@ -74,7 +74,7 @@ class MemoryResult:
 
 
 def random_inputs(settings: MemorySettings, length: int, device: torch.device) -> list[Tensor]:
-    """q, k, v, bias, all trainable, and the gradient that the output receives."""
+    """Return q, k, v and bias, which require gradients, and the gradient of the output."""
     generator = torch.Generator(device).manual_seed(SEED)
 
     def random(*shape: int) -> Tensor:
@@ -87,7 +87,7 @@ def random_inputs(settings: MemorySettings, length: int, device: torch.device) -
 
 
 def attention_step(attend: Attend, inputs: list[Tensor]) -> Step:
-    """A function that runs one forward and backward and returns the output and the gradients of q, k, v, bias."""
+    """Return a function that runs one forward and backward and returns (o, dq, dk, dv, dbias)."""
     *leaves, do = inputs
 
     def step() -> tuple[Tensor, ...]:
@@ -117,13 +117,16 @@ def lengths_that_fit(settings: MemorySettings, device: torch.device) -> tuple[in
 def measure(
     attends: dict[str, Attend], settings: MemorySettings, length: int, device: torch.device
 ) -> dict[str, Measurement]:
-    """Measure each implementation at one length; they take turns, and at being first too: a busy machine slows all."""
+    """Measure each implementation at one length.
+
+    Rounds are interleaved, and the first implementation alternates, so that a busy machine slows all of them.
+    """
     inputs = random_inputs(settings, length, device)
     steps = {name: attention_step(attend, inputs) for name, attend in attends.items()}
     results: dict[str, Measurement] = {}
     for name, step in steps.items():
         try:
-            step()  # compilation and first-use buffers do not count
+            step()  # excludes compilation and first-use buffers
             results[name] = Measurement(length, working_bytes(step, device), None)
         except torch.OutOfMemoryError:
             results[name] = Measurement(length, None, None)
@@ -143,7 +146,7 @@ def measure(
 
 
 def compare(attend: Attend, settings: MemorySettings, length: int, device: torch.device) -> list[Comparison]:
-    """Output and gradients of ``attend`` against SDPA's, on the same random inputs."""
+    """Compare the output and gradients of ``attend`` with SDPA's on the same random inputs."""
     inputs = random_inputs(settings, length, device)
     ours, theirs = attention_step(attend, inputs)(), attention_step(sdpa_attention, inputs)()
     difference = worst(relative_difference(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -156,7 +159,7 @@ def run(
     advance: Advance = lambda fraction: None,
     attend: Attend = tilewise_attention,
 ) -> MemoryResult:
-    """Measure every length, ``advance`` after each; the shortest is also where the results are compared."""
+    """Measure every length and call ``advance`` after each; compare results at the shortest length."""
     lengths = lengths_that_fit(settings, device)
     work = sum(length**2 for length in lengths)
     comparisons = compare(attend, settings, lengths[0], device)
@@ -173,14 +176,14 @@ def run(
 
 
 def describe(result: MemoryResult) -> list[str]:
-    """The account for the reader, a line each."""
+    """Return the printed summary, as lines."""
     s = result.settings
     dtype = str(s.dtype).removeprefix("torch.")
     pairs = list(zip(result.tilewise, result.sdpa, strict=True))
     return [
         f"Forward and backward, q, k, v ({s.batch}, {s.heads}, S, {s.head_dim}) in {dtype}, trainable bias "
         f"(1, {s.heads}, S, S). Working memory: what the step needs beyond inputs, output and gradients. Times: the "
-        f"median of {FEWEST_ROUNDS} to {s.rounds} rounds in turns, and the range of their middle half.",
+        f"median of {FEWEST_ROUNDS} to {s.rounds} interleaved rounds, and the range of their middle half.",
         f"{'':>6} {'MiB, tilewise':>13} {'SDPA':>8}",
         *(f"{m.length:>6} {_mebibytes(m):>13} {_mebibytes(n):>8}" for m, n in pairs),
         f"{'':>6} {'time, tilewise':>28} {'SDPA':>28}  times as fast",

@@ -59,7 +59,7 @@ def _above(axes: Axes, points: float) -> Transform:
 
 
 def _stacked(figure: Figure, cell: SubplotSpec, height_ratios: tuple[float, float]) -> tuple[Axes, Axes]:
-    """Two axes over one another with a common horizontal axis, labelled at the lower one."""
+    """Return two stacked axes that share the horizontal axis, labelled on the lower one."""
     grid = cell.subgridspec(2, 1, height_ratios=height_ratios, hspace=0.12)
     upper = figure.add_subplot(grid[0, 0])
     lower = figure.add_subplot(grid[1, 0], sharex=upper)
@@ -168,5 +168,5 @@ def _draw_memory(figure: Figure, cell: SubplotSpec, result: MemoryResult) -> Non
 
 
 def _whole_decades(low: float, high: float) -> tuple[float, float]:
-    """The powers of ten around an interval, so that short curves do not look steep and at least two ticks show."""
+    """Return the powers of ten around an interval, so that flat curves look flat and two ticks show."""
     return 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))

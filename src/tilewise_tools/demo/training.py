@@ -1,7 +1,7 @@
-"""Part 2: the same small transformer, with a trainable relative-position bias, trained twice side by side.
+"""Part 2: a small transformer with a trainable relative-position bias, trained twice side by side.
 
-One copy attends through tilewise, the other through PyTorch's SDPA. They start from the same weights and see the same
-batches of a play by Shakespeare, so that their losses must agree at every step, up to float32 rounding.
+One copy uses tilewise, the other PyTorch's SDPA. Both start from the same weights and see the same batches of a play
+by Shakespeare, so their losses must agree at every step up to float32 rounding.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tilewise_tools.demo.comparison import (
     worst,
 )
 
-# Two exact attentions differ by float32 rounding: about 1e-6 in the losses and in the gradients, as measured on a CPU
-# and on an H200. In the CPU's run a scale wrong by 0.1% shows as 1.5e-4 in the losses, dbias wrong by 1% as 3e-3.
+# Float32 rounding changes losses and gradients by about 1e-6, measured on a CPU and an H200. On the CPU a scale that
+# is wrong by 0.1% changes the losses by 1.5e-4, a dbias that is wrong by 1% by 3e-3.
 LOSS_TOLERANCE = 5e-5
 GRADIENT_TOLERANCE = 2e-5
 SEED = 20
@@ -37,7 +37,7 @@ SEED = 20
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Sizes of the run; ``length`` and ``batch`` are characters a sequence and sequences a step."""
+    """Sizes of the run: ``length`` characters per sequence, ``batch`` sequences per step."""
 
     steps: int
     length: int
@@ -51,8 +51,7 @@ class TrainingSettings:
     max_distance: int = 128
 
 
-# Rates low enough that training does not amplify rounding: faster ones learn more, but then even two kernels of SDPA
-# drift apart.
+# Low learning rates, so that training does not amplify rounding: at higher ones even two SDPA kernels diverge.
 CPU = TrainingSettings(steps=200, length=128, batch=16, layers=3, heads=4, width=128, learning_rate=0.15, warmup=60)
 CUDA = TrainingSettings(
     steps=300, length=512, batch=32, layers=4, heads=8, width=256, learning_rate=0.05, warmup=100, max_distance=256
@@ -65,7 +64,7 @@ def quick(settings: TrainingSettings) -> TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Losses (nats a character) of every step for each run, and the time of a step."""
+    """Losses of every step in nats per character, and the time of a step, for each of the two runs."""
 
     settings: TrainingSettings
     symbols: int
@@ -88,12 +87,15 @@ class TrainingResult:
 
 
 def read_play() -> str:
-    """*As You Like It*, public domain; see data/README.md."""
+    """Return *As You Like It*, which is in the public domain; see data/README.md."""
     return (resources.files("tilewise_tools.demo") / "data" / "as_you_like_it.txt").read_text(encoding="ascii")
 
 
 def read_batches(settings: TrainingSettings) -> tuple[int, Iterator[Tensor]]:
-    """How many characters the play knows, and for each step int64 (batch, length + 1) of them, equal in every run."""
+    """Return the alphabet's size, and an iterator of one int64 (batch, length + 1) batch per step.
+
+    Batches are equal in every run.
+    """
     play = read_play()
     alphabet = sorted(set(play))
     text = torch.tensor([alphabet.index(c) for c in play], device="cpu")
@@ -109,10 +111,10 @@ def read_batches(settings: TrainingSettings) -> tuple[int, Iterator[Tensor]]:
 
 
 def distance_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
-    """Bucket of each (query, key) pair, int64 (length, length), by the distance back from the query to the key.
+    """Return the bucket of each (query, key) pair, int64 (length, length), from the query's position minus the key's.
 
     The first half of the buckets holds one distance each, the second half logarithmic ranges up to ``max_distance``;
-    everything farther shares the last one. Keys after the query are in bucket 0: a causal attention hides them.
+    larger distances share the last bucket. Keys after the query are in bucket 0, since causal attention hides them.
     Source: T5 (arXiv 1910.10683), section 2.1.
     """
     positions = torch.arange(length, device="cpu")
@@ -124,7 +126,7 @@ def distance_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block whose attention is given from outside."""
+    """Pre-norm transformer block with a given attention function."""
 
     def __init__(self, settings: TrainingSettings, attend: Attend) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class Block(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """Predicts the next character. Its only notion of position is the trainable bias, shared by the layers as in T5."""
+    """Next-character model. Its only position information is a trainable bias, shared by all layers as in T5."""
 
     bucket: Tensor
 
@@ -160,12 +162,12 @@ class CharacterModel(nn.Module):
         self.register_buffer("bucket", buckets, persistent=False)
 
     def bias(self, characters: Tensor) -> Tensor:
-        """(1, H, S, S)"""
+        """Return the bias (1, H, S, S)."""
         bias: Tensor = self.bias_table(self.bucket)
         return bias.permute(2, 0, 1).unsqueeze(0).contiguous()
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Logits (B, S, symbols) for characters (B, S), int64."""
+        """Return logits (B, S, symbols) for characters (B, S), int64."""
         bias = self.bias(characters)
         x = self.embedding(characters)
         for block in self.blocks:
@@ -174,7 +176,7 @@ class CharacterModel(nn.Module):
 
 
 class Run:
-    """One model with its optimizer and what was recorded of it."""
+    """One model with its optimizer, losses and step times in seconds."""
 
     def __init__(
         self,
@@ -187,8 +189,8 @@ class Run:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             self.model = kind(symbols, settings, attend).to(device)
-        # Not Adam: it hides a wrong factor in a gradient, and within 100 steps it tears apart any two runs that differ
-        # by rounding, those of two kernels of SDPA included.
+        # Not Adam: it hides a wrong factor in a gradient, and within 100 steps it makes runs that differ by rounding
+        # diverge, even those of two SDPA kernels.
         rate = settings.learning_rate
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=0.9, nesterov=True)
         self.schedule = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / settings.warmup))
@@ -215,14 +217,14 @@ def run(
     advance: Advance = lambda fraction: None,
     attend: Attend = tilewise_causal_attention,
 ) -> TrainingResult:
-    """Train both copies, ``advance`` after each step of both; ``attend`` is what SDPA is compared with."""
+    """Train one copy with ``attend`` and one with SDPA; call ``advance`` after each step of both."""
     symbols, batches = read_batches(settings)
     ours = Run(symbols, settings, device, attend)
     theirs = Run(symbols, settings, device, sdpa_causal_attention)
     gradient_difference = math.nan
     for step, cpu_batch in enumerate(batches):
         batch = cpu_batch.to(device)
-        # Taking turns at going first, so that neither time owes anything to the order.
+        # The first run alternates, so that the order does not bias the times.
         for one in (ours, theirs) if step % 2 == 0 else (theirs, ours):
             one.step(batch[:, :-1], batch[:, 1:])
         if step == 0:
@@ -241,7 +243,7 @@ def run(
 
 
 def describe(result: TrainingResult) -> list[str]:
-    """The account for the reader, a line each."""
+    """Return the printed summary, as lines."""
     s = result.settings
     return [
         f"A {s.layers}-layer character model, whose only notion of position is a trainable bias (1, {s.heads}, "
