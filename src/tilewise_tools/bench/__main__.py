@@ -1,4 +1,4 @@
-"""Run ``tilewise bench`` where typer is not installed, by ``python -m tilewise_tools.bench``. Prints lines of text."""
+"""Run ``tilewise bench`` without typer, by ``python -m tilewise_tools.bench``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tilewise_tools.bench", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees a GPU")
     parser.add_argument("--quick", action="store_true", help="few cases: a minute or two")
-    parser.add_argument("--cases", default="", help="only cases whose name has one of these parts, by commas")
+    parser.add_argument("--cases", default="", help="only cases whose name has one of these parts, separated by commas")
     parser.add_argument("--providers", default="", help="only providers whose name has one of these parts")
-    parser.add_argument("--budget", type=float, help="seconds after which nothing new is begun: 540, or 220 of --nproc")
-    parser.add_argument("--nproc", type=int, help="one sequence over so many processes, beside one that has it whole")
+    parser.add_argument("--budget", type=float, help="seconds after which no new case starts (540; with --nproc 220)")
+    parser.add_argument("--nproc", type=int, help="split one sequence over this many processes")
     parser.add_argument("--plot", type=Path, help="with --nproc: the folder for pictures of compute and communication")
-    parser.add_argument("--predict", type=Path, help="the results of a run with --nproc, on other numbers of GPUs")
+    parser.add_argument("--predict", type=Path, help="results of a run with --nproc: predict other numbers of GPUs")
     parser.add_argument("--across", type=float, help="with --predict: GB/s of a GPU to another host of 8")
     add_results(parser)
     arguments = parser.parse_args()
@@ -40,7 +40,7 @@ def main() -> int:
         parser.error(f"--nproc: must be 2 or more, got {arguments.nproc}")
     if arguments.plot is not None:
         arguments.plot.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: the profiler's announcements
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported: silences the profiler
     from tilewise_tools.bench import report, results, run
 
     if arguments.nproc is not None:
@@ -86,13 +86,13 @@ def _parallel(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:
-    """Where results are written, and what they are results of."""
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
+    """Add the options --json and --commit."""
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--commit", default="", help="commit to record, if there is no git checkout")
 
 
 def check_results(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Before anything is measured: the results can be written."""
+    """Exit with a usage error if the results cannot be written; called before measuring."""
     if arguments.json is None:
         return
     folder = arguments.json.absolute().parent

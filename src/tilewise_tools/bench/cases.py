@@ -1,4 +1,4 @@
-"""The named cases: what is computed, and at which sizes."""
+"""The named cases of attention and their sizes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,23 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 from tilewise_tools.bench import operators, packed, sparse, terms, windows
 
-TOKENS, HIDDEN = 16384, 2048  # of the large GPU cases: batch times length, and heads times head dimension
+TOKENS, HIDDEN = 16384, 2048  # large GPU cases: batch * length, and heads * head dimension
 DROPOUT_SEED = (1, 2)
 KINDS = ("BHMN", "1HMN", "B11N")
 
 
 class CaseInputs(NamedTuple):
-    """q (B, H, M, D), k, v (B, Hkv, N, D), bias as `Case.bias` or None, do as the output, sink (H,) or None, term: what
-    `terms` trains for a case, or None; all but do are leaves. mask: of keys, bool (B, 1, 1, N), or None."""
+    """Input tensors of a case. All but do and mask are leaves.
+
+    Attributes:
+        q: (B, H, M, D).
+        k, v: (B, Hkv, N, D).
+        bias: of shape `Case.bias`, or None.
+        do: gradient of the output, (B, H, M, D).
+        sink: (H,), or None.
+        term: the trainable tensor of a bias term, see `terms`, or None.
+        mask: key mask, bool (B, 1, 1, N), or None.
+    """
 
     q: Tensor
     k: Tensor
@@ -43,22 +52,22 @@ class CaseInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of attention; the other operators' are in `operators`, packed batches in `packed`. Those of a
-    ``family`` are one curve over their lengths in a picture.
+    """One shape of attention. Other operators are in `operators`, packed batches in `packed`.
+
+    The cases of a ``family`` form one curve over their lengths in a picture.
 
     Attributes:
-        bias: shape of an additive bias in ``dtype``; its gradient is part of the backward.
-        dtype: of every tensor, as torch names it.
-        backward: with gradients of all inputs; without, the forward alone is measured.
-        sink: with a trainable attention sink for each head.
-        dropout: the share of the probabilities that are dropped; by tilewise with `DROPOUT_SEED`.
-        term: one of `terms.NAMES`, a trainable bias that no matrix is made of.
-        mask: one of `sparse.NAMES`, which pairs are visible, or what a dynamic mask keeps.
-        padded: an eighth of the keys of each batch element, drawn at random, is hidden by a bool mask; all pairs are
-            counted as work.
-        door: one of `structure.DOORS`, by which it is called beside `tilewise.attention`.
-        window: with causal, how many keys a query sees, its own among them.
-        host: so small that what it measures is the host's time for a call; it is left out of pictures.
+        bias: shape of an additive bias in ``dtype``; the backward computes its gradient.
+        dtype: torch's name of the dtype of every tensor.
+        backward: True to measure the backward, with gradients of all inputs, too.
+        sink: True for a trainable attention sink per head.
+        dropout: dropout probability; tilewise uses `DROPOUT_SEED`.
+        term: one of `terms.NAMES`, a trainable bias that is not stored as a matrix.
+        mask: one of `sparse.NAMES`, or "kept N", a dynamic mask.
+        padded: True to hide a random eighth of the keys of each batch element by a bool mask; all pairs count as work.
+        door: one of `structure.DOORS`, a function that is measured in addition to `tilewise.attention`.
+        window: with causal, the number of keys that a query sees, including its own.
+        host: True for a small case that measures the host time of a call; pictures omit it.
     """
 
     operator: ClassVar[str] = "attention"
@@ -93,7 +102,7 @@ class Case:
         return f"{self.family} S{self.keys}"
 
     def problem(self, device: str, capability: tuple[int, int] | None) -> Problem:
-        """The case as tilewise's backends see it on a device."""
+        """Return the case as a problem for tilewise's backends."""
         dtype = getattr(torch, self.dtype)
         score = Score.of(self.band, self.head_dim, dropout_p=self.dropout)
         parts = None
@@ -139,7 +148,7 @@ class Case:
         return TensorSpec(torch.bool, 1, 1 if sparse.keep(self.mask) is None else self.heads, self.queries, self.keys)
 
     def inputs(self, device: torch.device, seed: int = 0) -> CaseInputs:
-        """Fresh standard normal inputs; q, k, v in the memory order (B, S, H, D) that a projection gives."""
+        """Return new standard normal inputs; q, k, v are stored as (B, S, H, D), like a projection's output."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -162,7 +171,7 @@ class Case:
         if self.padded:
             drawn = torch.rand(self.batch, 1, 1, self.keys, generator=generator, device=device)
             mask = drawn >= 1 / 8
-            mask[..., 0] = True  # no query sees nothing: there others differ, see docs/structure-models.md
+            mask[..., 0] = True  # no fully masked query: providers differ there, see docs/structure-models.md
         return CaseInputs(q, k, v, bias, do, sink, term, mask)
 
 
@@ -174,7 +183,7 @@ def dense(head_dim: int, length: int, causal: bool, sink: bool = False, dropout:
 
 
 def biased(kind: str, head_dim: int, length: int) -> Case:
-    """A trainable bias in one of the `KINDS` of broadcast."""
+    """Return a case with a trainable bias that broadcasts as one of `KINDS`."""
     batch, heads = TOKENS // length, HIDDEN // head_dim
     if length == 16384:  # a full bias is 8 GiB at D=128 and 16 GiB at D=64: fewer heads
         batch, heads = (1 if kind == "BHMN" else 2), 8
@@ -187,35 +196,35 @@ def biased(kind: str, head_dim: int, length: int) -> Case:
 
 
 def inkling(length: int, term: bool) -> Case:
-    """The attention of the Inkling models: a learned bias of the last 1,024 keys for each query."""
+    """Return the attention of the Inkling models: each query has a learned bias for the last 1,024 keys."""
     family = f"inkling 64/8 D128 causal{'' if term else ' without bias'}"
     return Case(family, 1, 64, 8, length, length, 128, causal=True, term="inkling" if term else None)
 
 
 def toeplitz(term: str | None, length: int) -> Case:
-    """A bias of distances alone, on 16 heads of dimension 64."""
+    """Return a case with a Toeplitz bias, 16 heads of dimension 64."""
     family = f"{term or 'dense'} 16 heads D64 full"
     return Case(family, max(8192 // length, 1), 16, 16, length, length, 64, term=term)
 
 
 def pair(length: int) -> Case:
-    """Pair bias of structure models: a batch of S rows of S tokens shares one bias of four heads."""
+    """Return the pair bias of structure models: S rows of S tokens share one bias (1, 4, S, S)."""
     return Case("pair bias D32", length, 4, 4, length, length, 32, bias=(1, 4, length, length))
 
 
 def triangle(length: int) -> Case:
-    """A node's rows, which share the bias, each with keys of its own that are hidden."""
+    """Return a `pair` case with different hidden keys in each row."""
     return replace(pair(length), family="triangle_attention D32", padded=True, door="triangle_attention")
 
 
 def tokens(length: int) -> Case:
-    """Of AlphaFold 3's diffusion: 16 samples share the bias."""
+    """Return a case of AlphaFold 3's diffusion: 16 samples share the bias."""
     bias = (1, 16, length, length)
     return Case("attention_pair_bias D48", 16, 16, 16, length, length, 48, bias=bias, door="attention_pair_bias")
 
 
 def masked(mask: str, length: int, causal: bool = False, biased: bool = False) -> Case:
-    """One of `sparse.NAMES`, with or without a trainable matrix that all heads share."""
+    """Return a case with a mask of `sparse`, with or without a trainable bias (1, 1, M, N)."""
     family = f"{mask} D128 {'causal' if causal else 'full'}{' bias 11MN' if biased else ''}"
     bias = (1, 1, length, length) if biased else None
     return Case(family, 1, 16, 16, length, length, 128, causal, bias=bias, mask=mask)
@@ -226,7 +235,7 @@ def windowed(window: int, length: int) -> Case:
 
 
 def long(length: int, causal: bool) -> Case:
-    """Sixteen heads, with which dynamic masks are compared."""
+    """Return a dense case of 16 heads, the baseline of dynamic masks."""
     return Case(f"dense 16 heads D128 {'causal' if causal else 'full'}", 1, 16, 16, length, length, 128, causal)
 
 
@@ -244,9 +253,9 @@ def decode(
     kv_heads: int = 8,
     head_dim: int = 128,
 ) -> Case:
-    """A step of generation beside a cache of ``keys``; ``bias`` is "B11N" (padding, positions) or "1H1N" (ALiBi).
+    """Return a decoding step with a cache of ``keys``; ``bias`` is "B11N" (padding, positions) or "1H1N" (ALiBi).
 
-    A name says the batch if it is not 16, and the number of queries if it is not 1.
+    The name contains the batch unless it is 16, and the number of queries unless it is 1.
     """
     shapes = {"B11N": (batch, 1, 1, keys), "1H1N": (1, 32, 1, keys)}
     family = f"decode 32/{kv_heads} D{head_dim}" + (f" bias {bias}" if bias else "")
@@ -261,7 +270,7 @@ def tiny(dtype: str, bias: bool) -> Case:
 
 
 def on_cpu(kind: str, length: int, dtype: str) -> Case:
-    """Eight heads of dimension 64 in all; ``kind`` is "full", "causal" or one of the `KINDS`."""
+    """Return a CPU case with batch * heads = 8, D = 64; ``kind`` is "full", "causal" or one of `KINDS`."""
     batch = 1 if kind in ("full", "causal") else 2
     heads = 8 // batch
     shapes = {
@@ -275,7 +284,7 @@ def on_cpu(kind: str, length: int, dtype: str) -> Case:
 
 
 def _gpu() -> Iterator[Case]:
-    """Most telling first: a run that its budget ends has these."""
+    """Yield the GPU cases, the most important first, for runs that exceed their budget."""
     for length in (4096, 16384, 1024):
         for head_dim in (128, 64):
             yield from (dense(head_dim, length, causal) for causal in (False, True))
@@ -290,7 +299,7 @@ def _gpu() -> Iterator[Case]:
             yield from (decode(16, 32768, bias=bias) for bias in ("B11N", "1H1N"))
             yield decode(16, 32768, queries=8)
             yield from (biased("B11N", head_dim, length) for head_dim in (128, 64))
-            yield from (biased("BHMN", head_dim, 511) for head_dim in (128, 64, 32))  # rows that begin anywhere
+            yield from (biased("BHMN", head_dim, 511) for head_dim in (128, 64, 32))  # unaligned rows
             yield from (dense(head_dim, length, causal=True, sink=True) for head_dim in (128, 64))
             for head_dim in (128, 64):
                 yield from (dense(head_dim, length, causal, dropout=0.1) for causal in (False, True))
@@ -305,7 +314,7 @@ def _gpu() -> Iterator[Case]:
     yield from (windowed(window, 16384) for window in (512, 2048))
     for causal in (True, False):
         yield from (long(32768, causal), masked("kept 2048", 32768, causal))
-    # the other rows of the table in docs/notebook/decoding.md
+    # The other rows of the table in docs/notebook/decoding.md.
     yield decode(16, 32768, queries=16)
     yield from (decode(batch, keys) for batch, keys in ((64, 4096), (25, 16384), (4, 32768), (1, 32768)))
     yield decode(4, 32768, kv_heads=32)
@@ -342,8 +351,10 @@ def _cpu_quick() -> Iterator[Case]:
 
 
 def _packed(device: str) -> Iterator[Case | packed.PackedCase]:
-    """Those with a bias after the one without, and last, of each batch of many lengths, the dense one of as many
-    sequences of their mean length."""
+    """Yield the packed cases, with a bias after without, and last their dense equivalents.
+
+    A dense equivalent has as many sequences, all of the batch's mean length.
+    """
     if device == "cpu":
         yield packed.ragged_case("float32")
         return
@@ -362,7 +373,7 @@ AnyCase = Case | operators.SoftmaxCase | operators.MatmulCase | packed.PackedCas
 
 
 def cases(device: str, quick: bool = False) -> list[AnyCase]:
-    """The cases of a device type ("cuda" or "cpu"), in the order in which they are run."""
+    """Return the cases of a device type ("cuda" or "cpu") in the order of the run."""
     attention = (_gpu_quick if quick else _gpu) if device == "cuda" else (_cpu_quick if quick else _cpu)
     return [
         *attention(),

@@ -1,4 +1,4 @@
-"""``tilewise bench``: the run, and what is made from its results."""
+"""``tilewise bench``: measure, and make tables and pictures from the results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bench(
     cases: Annotated[
         str,
         typer.Option(
-            help="Only cases whose name has one of these parts, by commas; a dtype is float32 or fp32, and so on.",
+            help="Only cases whose name has one of these parts, separated by commas.",
             metavar="NAMES",
         ),
     ] = "",
@@ -55,35 +55,35 @@ def bench(
     budget: Annotated[
         str,
         typer.Option(
-            help="After which nothing new is begun; what is left is listed. Default: 540, with --nproc 220.",
+            help="Seconds after which no new case starts; the rest is listed. Default: 540, with --nproc 220.",
             metavar="SECONDS",
         ),
     ] = "",
-    json: Annotated[Path | None, typer.Option(help="Write the results here, after every case.", metavar="FILE")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write results to this file after each case.", metavar="FILE")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Folder to draw the pictures into; made if missing.", metavar="FOLDER")
     ] = None,
-    commit: Annotated[
-        str, typer.Option(help="The commit that is measured, where there is no git.", metavar="NAME")
-    ] = "",
+    commit: Annotated[str, typer.Option(help="Commit to record, if there is no git checkout.", metavar="NAME")] = "",
     nproc: Annotated[
         int | None,
         typer.Option(
-            help="One sequence over so many processes, beside one that has it whole; see docs/distributed.md.",
+            help="Split one sequence over this many processes; see docs/distributed.md.",
             metavar="N",
             min=2,
         ),
     ] = None,
 ) -> None:
-    """Measure tilewise beside other kernels on this machine.
+    """Compare tilewise with other kernels on this machine.
 
-    Attention beside SDPA, FlexAttention, FlashAttention-4 and cuDNN; softmax and products beside PyTorch's own.
+    Attention against SDPA, FlexAttention, FlashAttention-4 and cuDNN; softmax and matmul against PyTorch.
 
-    Each provider gets the same inputs and is held to the right answer before it is timed: forward, backward, working
-    memory, first call. Speeds are shown against the device's own, calibrated in the same run, and against the best
+    Every provider gets the same inputs, and its results are checked before it is timed: forward, backward, working
+    memory, first call. Speeds are shown relative to the device's limits, calibrated in the same run, and to the best
     other provider. `tilewise bench list` names cases and providers.
 
-    Ends with status 0, with 1 if tilewise failed or was wrong somewhere, and with 2 for a mistake in the call.
+    Ends with status 1 if tilewise failed or was wrong in a case, with 2 for a usage error, otherwise with 0.
     """
     if context.invoked_subcommand is not None:
         return
@@ -95,7 +95,7 @@ def bench(
     if plot is not None:
         _need_matplotlib()
         make_folder(plot, "--plot")
-    # The profiler announces each of its starts and stops on stderr, unless told not to before torch is imported.
+    # Silences the profiler's start and stop messages on stderr; must be set before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from tilewise_tools.bench import report, results, run
 
@@ -131,13 +131,13 @@ def bench(
 @command.command("list")
 def list_names(
     device: Annotated[
-        str | None, typer.Option(help="Default: cuda if torch sees a GPU, else cpu.", metavar="cpu|cuda")
+        str | None, typer.Option(help="Device. Default: cuda if torch sees a GPU, else cpu.", metavar="cpu|cuda")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The cases of --quick.")] = False,
 ) -> None:
-    """Name cases and providers.
+    """List cases and providers.
 
-    With each provider stands what keeps it from running here, if anything does.
+    A provider that cannot run here is listed with the reason.
     """
     asked = None if device is None else choice(device, "--device", Device).value
     import torch
@@ -182,12 +182,12 @@ def predict(
         Path, typer.Argument(help="JSON that `tilewise bench --nproc N --json` wrote.", metavar="RESULTS.json")
     ],
     across: Annotated[
-        str, typer.Option(help="What a GPU sends to another host of 8. Default: as much as within.", metavar="GB/s")
+        str, typer.Option(help="Rate of a GPU to another host of 8. Default: the rate within a host.", metavar="GB/s")
     ] = "",
 ) -> None:
-    """Say what a run with --nproc would take on 2, 4, 8 and 64 GPUs.
+    """Predict the time of a run with --nproc on 2, 4, 8 and 64 GPUs.
 
-    By arithmetic from the speeds that the run has measured; see docs/distributed.md.
+    Computed from the speeds that the run measured; see docs/distributed.md.
     """
     from tilewise_tools.bench.parallel import predict, results
     from tilewise_tools.bench.results import ResultsError
@@ -207,7 +207,7 @@ def write_report(
     into: Annotated[
         Path | None,
         typer.Option(
-            help="Markdown file that has the two markers of these results. Default: print.",
+            help="Markdown file with the two markers of these results. Default: print.",
             metavar="FILE.md",
             exists=True,
             dir_okay=False,
@@ -216,13 +216,13 @@ def write_report(
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(help="Folder for the pictures. Default: images beside the document.", metavar="FOLDER"),
+        typer.Option(help="Folder for the pictures. Default: images, next to the document.", metavar="FOLDER"),
     ] = None,
 ) -> None:
     """Write tables and pictures into a document.
 
     The tables go between the lines `<!-- tilewise bench report NAME: begin -->` and `<!-- tilewise bench report NAME:
-    end -->`, where NAME is the name of the results' file without its suffix; what stands around them stays.
+    end -->`, where NAME is the name of the results' file without its suffix; other text does not change.
     """
     from tilewise_tools.bench.report import insert, markdown, picture_names
 
@@ -271,7 +271,7 @@ def _need_matplotlib() -> None:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar that names what is running, in a terminal that rich can draw on; else a line for each row."""
+    """Yield a progress bar if rich is installed and stdout is a terminal, else a printer of lines."""
     from tilewise_tools.bench.run import PlainProgress
 
     if importlib.util.find_spec("rich") is None:

@@ -1,7 +1,4 @@
-"""The cases of the operators beside attention, softmax and matmul: tensors, right answers, work, and who computes them.
-
-They are measured as attention's cases are, beside PyTorch's own.
-"""
+"""Cases and providers of softmax and matmul: inputs, reference results and work."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from tilewise.explanation.work import Work
 
 
 class OperatorInputs(NamedTuple):
-    """The leaves by name, in the order of their gradients, and the cotangent of the result."""
+    """Leaves by name, in the order of their gradients, and the gradient of the output."""
 
     named: dict[str, Tensor]
     do: Tensor
@@ -32,13 +29,13 @@ class OperatorInputs(NamedTuple):
 
 
 def wide_dtype(dtype: str) -> torch.dtype:
-    """Exact enough to be the right answer."""
+    """Return the dtype of the reference result: float32 for 16-bit dtypes, else float64."""
     return torch.float32 if getattr(torch, dtype).itemsize == 2 else torch.float64
 
 
 @dataclass(frozen=True)
 class SoftmaxCase:
-    """P and dx of ``rows`` contiguous rows of ``keys`` elements."""
+    """Softmax and its backward for ``rows`` contiguous rows of ``keys`` elements."""
 
     family: str
     rows: int
@@ -66,15 +63,17 @@ class SoftmaxCase:
         return {"o": p, "dx": dx}
 
     def work(self, which: str) -> Work:
-        """Reads x, writes P; reads P and dP, writes dx. Five operations an element: subtract, exponential, add,
-        multiply, compare; and five of the backward."""
+        """Return the work of a pass, five operations per element.
+
+        The forward reads x and writes P; the backward reads P and dP and writes dx.
+        """
         size = self.rows * self.keys
         return Work(5 * size, (2 if which == "forward" else 3) * size * getattr(torch, self.dtype).itemsize, 0)
 
 
 @dataclass(frozen=True)
 class MatmulCase:
-    """``a @ b``, (m, k) by (k, n), plus a c of (m, n) if ``added``; da, db and dc."""
+    """``a @ b`` of (m, k) and (k, n), plus c (m, n) if ``added``, and the backward: da, db and dc."""
 
     family: str
     m: int
@@ -111,7 +110,10 @@ class MatmulCase:
         return found
 
     def work(self, which: str) -> Work:
-        """Reads a, b and c, writes y; reads dY, a and b, writes da, db, and dc, which is dY."""
+        """Return the work of a pass.
+
+        The forward reads a, b, c and writes y; the backward reads dY, a, b and writes da and db (dc is dY).
+        """
         a, b, y = self.m * self.k, self.k * self.n, self.m * self.n
         passes, size = (1 if which == "forward" else 2), getattr(torch, self.dtype).itemsize
         moved = passes * (a + b) + y * (2 if self.added and which == "forward" else 1)
@@ -125,7 +127,7 @@ def _normal(device: torch.device, seed: int, dtype: str, *shapes: tuple[int, ...
 
 
 def cases(device: str, quick: bool) -> Iterator[SoftmaxCase | MatmulCase]:
-    """On a GPU tensors of 1 GiB for the softmax."""
+    """Yield the cases of a device type; on a GPU softmax has tensors of 1 GiB."""
     if device == "cuda":
         for dtype in ("bfloat16", "float32"):
             for length in (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17):
@@ -142,7 +144,7 @@ def cases(device: str, quick: bool) -> Iterator[SoftmaxCase | MatmulCase]:
 
 
 def computers() -> Iterator[tuple[str, str, Callable[[Any, OperatorInputs], Callable[[], Tensor]]]]:
-    """(operator, name, what makes the forward of a case) of each provider; the backward is autograd's."""
+    """Yield (operator, name, factory of a case's forward) for each provider; autograd gives the backward."""
     yield "softmax", "tilewise-softmax", lambda case, x: lambda: tilewise.softmax(x.named["x"])
     yield "softmax", "torch-softmax", lambda case, x: lambda: torch.softmax(x.named["x"], -1)
     yield "softmax", "torch-softmax-compiled", _compiled_softmax

@@ -1,16 +1,19 @@
-"""The cases of packed batches: lengths that everybody gets alike, tensors, biases by definition, work.
+"""Cases of packed batches: sequence lengths, inputs, biases by definition, work.
 
-lognormal   32,768 tokens of 52 lengths, the longest 3,800: the 52 quantiles of the one lognormal distribution that
-            gives both
-uneven      lengths from 64 to 512, log-uniform, as many as make 16,384 tokens or a few more
+Batches:
+
+lognormal   32,768 tokens in 52 sequences, the longest 3,800: the quantiles of a lognormal distribution
+uneven      lengths from 64 to 512, log-uniform, until they sum to at least 16,384 tokens
 short       4,096 lengths from 8 to 64, uniform
-few         five lengths of some tokens, for tests
+few         five lengths of a few tokens, for tests
 
-All are the same on every machine: they draw by `random.Random(seed).random()`, whose numbers Python keeps.
+Lengths are equal on every machine: `random.Random(seed).random()` is stable across Python versions.
 
-keys        a bias along the keys, packed, (1, total)
-relative    values by distance (total, H, 256) of the last 256 keys
-ragged      a matrix for each sequence, (H, pairs), of a sequence's n·n numbers row after row
+Biases:
+
+keys        a packed bias along the keys, (1, total)
+relative    a relative position bias for the last 256 keys, (total, H, 256)
+ragged      a matrix (n, n) for each sequence, row-major, (H, pairs)
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ BIASES = ("keys", "relative", "ragged")
 
 
 def lognormal(count: int, total: int, longest: int) -> tuple[int, ...]:
-    """``count`` lengths with this sum, of which one is the longest, in an order that is drawn.
+    """Return ``count`` lengths with this sum and this maximum, in random order.
 
-    Length n is ``longest * exp(sigma * (z[n] - z[-1]))``, z the normal quantiles (n + 1/2) / count, and sigma is what
-    gives the sum. All but the longest are rounded so that their sums are, and none is lost.
+    Length n is ``longest * exp(sigma * (z[n] - z[-1]))``, where z are the normal quantiles (n + 1/2) / count and sigma
+    is chosen to give the sum. Rounding applies to the cumulative sums, so that the total is exact.
     """
     z = [NormalDist().inv_cdf((n + 0.5) / count) for n in range(count)]
     low, high = 0.0, 16.0
@@ -87,9 +90,13 @@ def lengths_of(batch: str) -> tuple[int, ...]:
 
 
 class PackedInputs(NamedTuple):
-    """named: the leaves q, k, v (total, H, D) and, of a case that has one, bias; do as the output.
+    """Input tensors of a packed case.
 
-    cu: (B + 1,) int32, where sequences begin; pairs: (B + 1,) int64, where their matrices do.
+    Attributes:
+        named: the leaves q, k, v (total, H, D), and bias if the case has one.
+        do: gradient of the output, (total, H, D).
+        cu: first token of each sequence, int32 (B + 1,).
+        pairs: first element of each sequence's bias matrix, int64 (B + 1,).
     """
 
     named: dict[str, Tensor]
@@ -111,9 +118,9 @@ class PackedCase:
     """Self-attention of a packed batch.
 
     Attributes:
-        batch: whose lengths, one of `BATCHES`.
+        batch: one of `BATCHES`, which gives the lengths.
         bias: one of `BIASES`, trainable, or None.
-        host: that the host's time for a call is measured too.
+        host: True to measure the host time of a call, too.
     """
 
     family: str
@@ -137,7 +144,7 @@ class PackedCase:
 
     @property
     def keys(self) -> int:
-        """Of all sequences."""
+        """Number of tokens of all sequences."""
         return sum(self.lengths)
 
     @property
@@ -150,19 +157,19 @@ class PackedCase:
 
     @property
     def without_bias(self) -> str | None:
-        """The name of the case that it is compared with: the same without its bias, if there is one."""
+        """Name of this case without its bias, if there is such a case."""
         if self.batch != "lognormal" or self.bias is None:
             return None
         return lognormal_case(self.head_dim, self.causal).name
 
     @property
     def sequences(self) -> list[slice]:
-        """Their rows."""
+        """Rows of each sequence."""
         return [slice(*ends) for ends in pairwise(accumulate(self.lengths, initial=0))]
 
     @property
     def matrices(self) -> list[slice]:
-        """Of a ragged bias, the elements of each sequence."""
+        """Elements of each sequence's matrix in a ragged bias."""
         return [slice(*ends) for ends in pairwise(accumulate((n * n for n in self.lengths), initial=0))]
 
     @property
@@ -177,7 +184,7 @@ class PackedCase:
         return shapes[self.bias]
 
     def tensors(self, device: torch.device, new: Callable[..., Tensor]) -> PackedInputs:
-        """``new`` makes a tensor of a shape."""
+        """Return inputs that ``new`` creates from shapes."""
         rows = (self.keys, self.heads, self.head_dim)
         named, do = {name: new(*rows) for name in ("q", "k", "v")}, new(*rows)
         if self.bias_shape is not None:
@@ -191,7 +198,7 @@ class PackedCase:
         )
 
     def inputs(self, device: torch.device, seed: int = 0) -> PackedInputs:
-        """Fresh standard normal inputs."""
+        """Return new standard normal inputs."""
         generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, self.dtype)
 
         def normal(*shape: int) -> Tensor:
@@ -200,20 +207,21 @@ class PackedCase:
         return self.tensors(device, normal)
 
     def term(self, x: PackedInputs) -> Any:
-        """The bias as tilewise takes it."""
+        """Return the bias argument of `tilewise.varlen_attention`."""
         bias = x.named.get("bias")
         if bias is None or self.bias == "keys":
             return bias
         return RelativeBias(bias, lo=1 - ENTRIES) if self.bias == "relative" else RaggedBias(bias, x.pairs)
 
     def problem(self, device: str, capability: tuple[int, int] | None) -> Problem:
-        """The case as tilewise's backends see it on a device."""
+        """Return the case as a problem for tilewise's backends."""
         return replace(_problem(self), device=device, capability=capability)
 
     def work(self, which: str) -> Work:
-        """Of the pairs that a sequence sees of itself, 4·D a head in a forward and 10·D in a backward. A forward reads
-        q, k, v and the bias and writes o and the LSE; a backward reads all of these and do, and writes a gradient for
-        each leaf."""
+        """Return the work of a pass: 4·D FLOPs per visible pair and head in the forward, 10·D in the backward.
+
+        The forward reads q, k, v, bias and writes o and LSE; the backward reads these and do, and writes gradients.
+        """
         pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
         dtype = getattr(torch, self.dtype)
         rows, bias = self.keys * self.heads * self.head_dim, 1 if self.bias_shape else 0
@@ -243,11 +251,11 @@ def _problem(case: PackedCase) -> Problem:
     )
 
 
-# What the bias of one sequence is by definition, and its gradient
+# The bias of one sequence as a matrix, and its gradient
 
 
 def matrix(case: PackedCase, bias: Tensor, b: int) -> Tensor:
-    """Of sequence ``b``, (H|1, n|1, n)."""
+    """Return the bias of sequence ``b`` as a matrix (H|1, n|1, n)."""
     rows, n = case.sequences[b], case.lengths[b]
     if case.bias == "keys":
         return bias[:, None, rows]
@@ -259,7 +267,7 @@ def matrix(case: PackedCase, bias: Tensor, b: int) -> Tensor:
 
 
 def add_gradient(case: PackedCase, total: Tensor, dmatrix: Tensor, b: int) -> None:
-    """`matrix` backwards: adds to ``total``, of the bias's shape, what its matrix's gradient (H|1, n|1, n) comes to."""
+    """Backward of `matrix`: add the gradient (H|1, n|1, n) of a matrix to ``total``, of the bias's shape."""
     rows, n = case.sequences[b], case.lengths[b]
     if case.bias == "keys":
         total[:, rows] += dmatrix[:, 0]
@@ -273,7 +281,7 @@ def add_gradient(case: PackedCase, total: Tensor, dmatrix: Tensor, b: int) -> No
 
 
 def _entries(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which of the values by distance a pair has, (n, n), and whether it has one."""
+    """Return the entry of each pair in a relative position bias, (n, n), and True where the pair has one."""
     i = torch.arange(n, device=device)
     entry = i[None, :] - i[:, None] + ENTRIES - 1
     return entry.clamp(0, ENTRIES - 1), (entry >= 0) & (entry < ENTRIES)
@@ -283,7 +291,7 @@ def _entries(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def lognormal_case(head_dim: int, causal: bool, bias: str | None = None) -> PackedCase:
-    """2,048 of heads times head dimension."""
+    """Return a lognormal case with heads * head_dim = 2,048."""
     words = {None: "", "keys": " bias along keys", "relative": " bias by distance"}[bias]
     family = f"varlen D{head_dim} {'causal' if causal else 'full'}{words}"
     return PackedCase(family, "lognormal", 2048 // head_dim, head_dim, causal, bias)

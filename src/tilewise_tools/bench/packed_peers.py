@@ -1,4 +1,4 @@
-"""Who computes a packed batch: tilewise, FlashAttention-4, PyTorch's varlen_attn, FlexAttention, and a padded batch."""
+"""Providers of packed batches: tilewise, FlashAttention-4, PyTorch's varlen_attn, FlexAttention, a padded batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor
 import tilewise
 from tilewise_tools.bench.packed import ENTRIES, PackedCase, PackedInputs
 
-BLOCK = 128  # of FlexAttention's block mask, its default
+BLOCK = 128  # block size of FlexAttention's block mask, the default
 
 
 class Padded(NamedTuple):
     """A packed batch, padded to its longest sequence.
 
-    leaves: q, k, v (B, H, n, D) and bias (B, H, n, n). do: as the output, 0 beyond a sequence. mask: (B, 1, 1, n), the
-    keys that there are.
+    Attributes:
+        leaves: q, k, v (B, H, n, D) and bias (B, H, n, n).
+        do: gradient of the output, (B, H, n, D), 0 in the padding.
+        mask: bool (B, 1, 1, n), False in the padding.
     """
 
     leaves: list[Tensor]
@@ -58,7 +60,7 @@ def fa4(case: PackedCase, x: PackedInputs) -> Callable[[], Tensor]:
 
 
 def torch_varlen(case: PackedCase, x: PackedInputs) -> Callable[[], Tensor]:
-    """Torch 2.10 has ``is_causal`` where 2.12 has a window."""
+    """Return the forward by varlen_attn; torch 2.10 has ``is_causal`` instead of 2.12's ``window_size``."""
     from torch.nn.attention.varlen import varlen_attn
 
     causal: dict[str, Any] = {}
@@ -76,10 +78,13 @@ def torch_varlen(case: PackedCase, x: PackedInputs) -> Callable[[], Tensor]:
 
 
 def flex(case: PackedCase, x: PackedInputs) -> Callable[[], Tensor]:
-    """One sequence of all tokens, where each sees its own document; the block mask is made before the clock starts."""
+    """Return the forward by FlexAttention, as one sequence with a document mask.
+
+    The block mask is created before timing starts.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
+    torch._dynamo.reset()  # beyond its recompilation limit flex_attention would run uncompiled and unfused
     compiled = torch.compile(flex_attention, dynamic=False)
     document = documents(case, x)
     mask, score_mod = block_mask(case, document), _score_mod(case, x, document)
@@ -93,8 +98,10 @@ def flex(case: PackedCase, x: PackedInputs) -> Callable[[], Tensor]:
 
 
 def block_mask(case: PackedCase, document: Tensor) -> Any:
-    """FlexAttention's, by the first and last document of each block: `create_block_mask` would store all pairs, which
-    for the short sequences are 2 * 10**10."""
+    """Return FlexAttention's block mask, computed from the first and last document of each block.
+
+    `create_block_mask` would store all pairs, 2 * 10**10 of them for the short sequences.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -115,18 +122,18 @@ def block_mask(case: PackedCase, document: Tensor) -> Any:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of blocks how many there are, and the columns of these before the others, (1, 1, rows, columns)."""
+    """Return the number of blocks in each row (1, 1, rows), and their columns first (1, 1, rows, columns)."""
     columns = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).to(torch.int32)[None, None], columns.to(torch.int32)[None, None]
 
 
 def documents(case: PackedCase, x: PackedInputs) -> Tensor:
-    """(total,), each token's sequence."""
+    """Return the sequence of each token, (total,)."""
     return torch.repeat_interleave(torch.arange(len(case.lengths), device=x.cu.device), x.cu.diff())
 
 
 def _score_mod(case: PackedCase, x: PackedInputs, document: Tensor) -> Callable[..., Tensor] | None:
-    """For the places of tokens in the whole; of pairs that the block mask hides any entry will do."""
+    """Return the bias as a score_mod of packed positions; its values for hidden pairs are arbitrary."""
     if case.bias is None:
         return None
     bias = x.named["bias"]
@@ -151,10 +158,10 @@ def _score_mod(case: PackedCase, x: PackedInputs, document: Tensor) -> Callable[
 
 
 def padded(case: PackedCase, x: PackedInputs) -> Padded:
-    """Made before the clock starts."""
+    """Return the padded batch; called before timing starts."""
     B, n = len(case.lengths), case.longest
     q, k, v, bias = x.leaves
-    rows = torch.arange(n, device=x.cu.device) < x.cu.diff()[:, None]  # (B, n), those that there are
+    rows = torch.arange(n, device=x.cu.device) < x.cu.diff()[:, None]  # (B, n), False in the padding
 
     def of_rows(packed: Tensor) -> Tensor:
         full = packed.new_zeros(B, n, *packed.shape[1:])
@@ -169,7 +176,7 @@ def padded(case: PackedCase, x: PackedInputs) -> Padded:
 
 
 def tilewise_padded(case: PackedCase, x: Padded) -> Callable[[], Tensor]:
-    """By the backend that tilewise takes by itself."""
+    """Return the forward of a padded batch by tilewise's default backend."""
     q, k, v, bias = x.leaves
 
     def forward() -> Tensor:
@@ -181,7 +188,7 @@ def tilewise_padded(case: PackedCase, x: Padded) -> Callable[[], Tensor]:
 
 
 def packed_again(case: PackedCase, x: Padded, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of a padded batch o and the gradients of its leaves, as those of the packed one."""
+    """Convert o and the gradients of a padded batch to the packed layout."""
     rows, results = x.mask[:, 0, 0], []
     for n, padded in enumerate(found):
         if n < 4:  # o, dq, dk and dv

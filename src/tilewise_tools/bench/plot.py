@@ -24,7 +24,7 @@ COLUMNS, DPI = 4, 150
 
 
 def draw_all(results: Results, results_path: Path, folder: Path) -> list[Path]:
-    """Write the pictures of ``report.picture_names`` into ``folder``; returns their paths."""
+    """Write the pictures of ``report.picture_names`` into ``folder``; return their paths."""
     paths = [folder / name for _, name in picture_names(results_path)]
     forward, backward, roofline = paths
     draw_throughput(results, "forward", forward)
@@ -34,7 +34,7 @@ def draw_all(results: Results, results_path: Path, folder: Path) -> list[Path]:
 
 
 def draw_throughput(results: Results, which: Pass, path: Path) -> None:
-    """TFLOP/s of every provider against sequence length: a panel for each family with this pass."""
+    """Draw TFLOP/s of every provider against sequence length, a panel for each family with this pass."""
     families: dict[str, list[Case]] = {}
     for case in results.cases:
         if isinstance(case, Case) and not case.host and any(row.timing(which) for row in results.of(case.name)):
@@ -83,7 +83,7 @@ def _family(
 
 
 def draw_roofline(results: Results, path: Path) -> None:
-    """What was reached against FLOP/byte, under the calibrated limits: tilewise's best and the best other."""
+    """Draw a roofline with the calibrated limits: tilewise's best backend and the best other provider."""
     figure = _figure(11, 4.8)
     drawn: dict[str, Artist] = {}
     colours = {"tilewise, best backend": OURS[0], "best other provider": OTHERS[0]}
@@ -120,7 +120,7 @@ def draw_roofline(results: Results, path: Path) -> None:
 
 
 def _colours(results: Results) -> dict[str, str]:
-    """A colour for every provider that measured something: warm for tilewise's backends."""
+    """Return a colour for every measured provider: warm colours for tilewise's backends."""
     names = provider_names(results.rows, lambda row: row.outcome == "measured")
     ours, others = [n for n in names if is_ours(n)], [n for n in names if not is_ours(n)]
     return {

@@ -1,5 +1,7 @@
-"""The right answer: unfused attention and its gradients in a wider dtype, in plain torch, independent of tilewise but
-for which probabilities dropout keeps."""
+"""Reference results: unfused attention and its gradients in plain torch, in a wider dtype.
+
+Independent of tilewise, except for the dropout mask.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from tilewise.spec import dropout
 from tilewise_tools.bench import packed, sparse, terms
 from tilewise_tools.bench.cases import DROPOUT_SEED, AnyCase, Case, CaseInputs
 
-# Relative to the norm of the right answer: twice to ten times what rounding in that dtype explains.
+# Relative to the norm of the reference: 2 to 10 times the rounding error of the dtype.
 TOLERANCES = {"bfloat16": 3e-2, "float16": 5e-3, "float32": 1e-5, "float64": 1e-10}
-_SCORES_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 21}  # elements of a chunk's score matrix
+_SCORES_AT_ONCE = {"cuda": 1 << 27, "cpu": 1 << 21}  # elements of the score matrix of a chunk
 
 
 def exact(case: Case, x: CaseInputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
-    """o and, if the case has a backward, dq, dk, dv, dbias, dsink and dterm, computed in ``wide``.
+    """Compute o and, if the case has a backward, dq, dk, dv, dbias, dsink and dterm in dtype ``wide``.
 
-    Default: float32 for 16-bit inputs, which is exact enough and cheap, and float64 for others.
+    The default is float32 for 16-bit inputs and float64 for others.
     """
     group = case.heads // case.kv_heads
     scale = 1 / math.sqrt(case.head_dim)
@@ -43,9 +45,9 @@ def exact(case: Case, x: CaseInputs, wide: torch.dtype | None = None) -> dict[st
 
 
 def exact_packed(case: packed.PackedCase, x: packed.PackedInputs, wide: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The same of a packed batch, in its layout: by `exact`, one sequence after the other.
+    """Compute o and gradients of a packed batch, in its layout, by one call of `exact` per sequence.
 
-    The heads of a sequence stand for a batch, so that many short ones take no time for each.
+    The heads of a sequence are passed as the batch, so that one call computes them together.
     """
     if wide is None:
         wide = torch.float32 if x.do.dtype.itemsize == 2 else torch.float64
@@ -71,7 +73,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def _chunk(case: Case, x: CaseInputs, results: dict[str, Tensor], b: slice, g: int, r: slice, scale: float) -> None:
-    """Batches ``b`` and query rows ``r`` of the query heads that share key/value head ``g``."""
+    """Compute batch elements ``b`` and query rows ``r`` of the query heads that share key/value head ``g``."""
     group = case.heads // case.kv_heads
     wide = results["o"].dtype
     h, one = slice(g * group, (g + 1) * group), slice(g, g + 1)
@@ -79,13 +81,13 @@ def _chunk(case: Case, x: CaseInputs, results: dict[str, Tensor], b: slice, g: i
     k, v = x.k[b, one].to(wide), x.v[b, one].to(wide)
     s = scale * (q @ k.mT)
     part: tuple[slice, ...] = ()
-    if x.bias is not None:  # an axis of size 1 broadcasts: all of it
+    if x.bias is not None:  # slice(None) for an axis that broadcasts
         part = tuple(
             slice(None) if size == 1 else axis for size, axis in zip(x.bias.shape, (b, h, r, slice(None)), strict=True)
         )
         s += x.bias[part]
     i = torch.arange(case.queries, device=s.device)[r, None] + case.keys - case.queries
-    distance = torch.arange(case.keys, device=s.device)[None, :] - i  # of the last query from the last key: 0
+    distance = torch.arange(case.keys, device=s.device)[None, :] - i  # 0 between the last query and the last key
     trained = None
     if case.term is not None and x.term is not None:
         trained = terms.own(case.term, b, h, r)
@@ -103,7 +105,7 @@ def _chunk(case: Case, x: CaseInputs, results: dict[str, Tensor], b: slice, g: i
         s.masked_fill_(~seen(row, keys), -torch.inf)
     if x.mask is not None:
         s.masked_fill_(~x.mask[b], -torch.inf)
-    if x.sink is not None:  # one more column, which no value goes with
+    if x.sink is not None:  # an additional column without a value
         s = torch.cat([s, x.sink[h, None, None].to(wide).expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, dim=-1)
     p, p_sink = p[..., : case.keys], p[..., case.keys :]
@@ -128,7 +130,7 @@ def _chunk(case: Case, x: CaseInputs, results: dict[str, Tensor], b: slice, g: i
 
 
 def _dropout(case: Case, b: slice, h: slice, r: slice, device: torch.device) -> Tensor:
-    """What the probabilities of a chunk are multiplied by."""
+    """Return the dropout factors of a chunk's probabilities."""
     threshold = dropout.threshold(case.dropout)
     batches, heads, rows = (torch.arange(x.start, x.stop, device=device) for x in (b, h, r))
     seed = torch.tensor(DROPOUT_SEED, device=device)
@@ -138,19 +140,19 @@ def _dropout(case: Case, b: slice, h: slice, r: slice, device: torch.device) -> 
 
 
 def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
-    """|found - right| / |right| for each tensor (Euclidean norms): the worst of its heads, and for o of its rows.
+    """Return |found - right| / |right| for each tensor (Euclidean norms): the worst head, and for o the worst row.
 
-    A norm over a whole tensor, or its largest element, would hide errors where a causal answer is small: in the last
-    rows. A gradient is not compared row by row: in a row that is all cancellation there is nothing to compare with.
+    A norm over a whole tensor would hide errors in the last rows, where a causal result is small. Gradients are not
+    compared by row, since a row may cancel to zero.
     """
     return {name: _error(found[name], right[name], by_row=name == "o") for name in right}
 
 
 def errors_packed(case: packed.PackedCase, found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
-    """`errors` of a packed batch: of a gradient the worst of its sequences and heads, of o of its rows.
+    """Like `errors`, but of a packed batch: the worst sequence and head of a gradient, the worst row of o.
 
-    An error is relative to the norm of the right answer there or, where that is larger, of an average part as long: in
-    a sequence of one token all cancels.
+    A gradient's error is relative to its own norm or, if larger, to the average norm of as many elements: the
+    gradients of a sequence of one token cancel to zero.
     """
     worst = {}
     for name, exact in right.items():
@@ -165,9 +167,9 @@ def errors_packed(case: packed.PackedCase, found: dict[str, Tensor], right: dict
 
 
 def _by_sequence(case: packed.PackedCase, name: str, x: Tensor) -> Tensor:
-    """Sums of squares in float64, (B, H) of a gradient, (total, H) of o."""
+    """Return sums of squares in float64: (B, H) for a gradient, (total, H) for o."""
     squares = x.double().square()
-    squares = squares.sum(-1) if x.dim() == 3 else squares.mT  # a bias of two dimensions has its elements last
+    squares = squares.sum(-1) if x.dim() == 3 else squares.mT  # a 2-D bias has its elements last
     if name == "o":
         return squares
     ragged = name == "dbias" and case.bias == "ragged"
@@ -177,7 +179,7 @@ def _by_sequence(case: packed.PackedCase, name: str, x: Tensor) -> Tensor:
 
 
 def wrong(errors: dict[str, float], case: AnyCase) -> str:
-    """In words, what is further off than `TOLERANCES` allow; empty if nothing is. NaN is."""
+    """Describe the errors that exceed `TOLERANCES` or are NaN; return "" if there are none."""
     tolerance = TOLERANCES[case.dtype]
     return ", ".join(f"{name} is off by {e:.1e} of its norm" for name, e in errors.items() if not e <= tolerance)
 

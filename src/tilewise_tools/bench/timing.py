@@ -1,4 +1,4 @@
-"""The clock, the memory gauge, and what the device itself does at most in the same run."""
+"""Clock, memory measurement, and calibration of the device's limits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ _HOST_CALLS = 200
 
 
 class Clock(NamedTuple):
-    """Times steps on ``device`` for about ``seconds`` each, warm-up not counted."""
+    """Timer for steps on ``device``, about ``seconds`` for each, without warm-up."""
 
     device: torch.device
     seconds: float
 
     def time(self, step: Callable[[], object]) -> Timing:
-        """Median and the 20th and 80th percentile. On a GPU by CUDA events, with the L2 cache flushed before each."""
+        """Return the median and the 20th and 80th percentile.
+
+        On a GPU by CUDA events, with the L2 cache flushed before each step.
+        """
         synchronize(self.device)
         start = time.perf_counter()
         step()
@@ -67,7 +70,7 @@ def summary(seconds: list[float]) -> Timing:
 
 
 def over_rounds(rounds: Sequence[Timing]) -> Timing:
-    """Of several timings of one step, between which others ran: the median of their medians, the lowest and highest."""
+    """Combine interleaved timings of one step: the median of the medians, the lowest and the highest."""
     return Timing(
         statistics.median(timing.median_s for timing in rounds),
         min(timing.low_s for timing in rounds),
@@ -82,7 +85,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds that a call keeps the host busy: the median of ten loops, none of which waits for a GPU."""
+    """Return the host time of a call in seconds: the median of ten loops without synchronization."""
     loops = []
     for _ in range(10):
         synchronize(device)
@@ -95,7 +98,10 @@ def host_seconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 def calibrate(clock: Clock, dtypes: list[str]) -> Calibration:
-    """A matrix product in each dtype and a copy: on a GPU 8192³ and 2 GiB, on a CPU 2048³ (16-bit: 1024³), 256 MiB."""
+    """Time a matrix product in each dtype and a copy.
+
+    On a GPU 8192³ and 2 GiB; on a CPU 2048³ (16-bit: 1024³) and 256 MiB.
+    """
     device = clock.device
     flops = {}
     for name in dtypes:
@@ -112,7 +118,7 @@ Step = Callable[[], tuple[Tensor, ...]]
 
 
 def working_bytes(step: Step, device: torch.device) -> int:
-    """Peak memory while ``step`` runs, less what was held before and what it returns."""
+    """Return the peak memory during ``step`` in bytes, minus memory allocated before and minus its results."""
     peak, results = _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
     return peak - sum(x.numel() * x.itemsize for x in results)
 
@@ -127,7 +133,7 @@ def _cuda_peak(step: Step, device: torch.device) -> tuple[int, tuple[Tensor, ...
 
 
 def _cpu_peak(step: Step) -> tuple[int, tuple[Tensor, ...]]:
-    """The profiler notes every allocation that passes through torch's allocator, inside fused kernels too."""
+    """Return the peak by the profiler, which records every allocation by torch, also within fused kernels."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         results = step()
     with tempfile.TemporaryDirectory() as folder:
