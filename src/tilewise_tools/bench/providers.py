@@ -1,4 +1,4 @@
-"""Who computes a case: tilewise, backend by backend, and what one would use instead."""
+"""Providers, which compute a case: tilewise's backends and the alternatives to them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tilewise_tools.bench import operators, packed, packed_peers, sparse, struct
 from tilewise_tools.bench.cases import DROPOUT_SEED, Case, CaseInputs
 
 _CUDA_ONLY = "measured on CUDA devices only"
-_MATH_BYTES = 8 << 30  # of float32 scores: above it, SDPA's math backend is not worth its time
+_MATH_BYTES = 8 << 30  # limit of float32 scores for SDPA's math backend, which is too slow above it
 
 
 class Steps(NamedTuple):
-    """A provider at work on one case.
+    """Forward and backward of one provider on one case.
 
     Attributes:
         forward: () -> o (B, H, M, D), any strides.
         backward: (o) -> gradients of `CaseInputs.leaves` in their order, for the cotangent ``do``. Can be repeated.
-        context: entered around all calls; not a part of what is timed.
-        plain: of o and the gradients, what is held to the right answer, where they are laid out otherwise.
-        renew: of a case whose mask is read once for many calls: the next call reads it again.
+        context: entered around all calls, outside the timed region.
+        plain: converts (o, gradients) to the layout of the reference.
+        renew: replaces a mask whose tile lists are cached, so that the next call computes them again; or None.
     """
 
     forward: Callable[[], Tensor]
@@ -41,12 +41,13 @@ class Steps(NamedTuple):
 
 
 class Provider(NamedTuple):
-    """
+    """One implementation of an operator.
+
     Attributes:
-        unavailable: why it cannot run here at all; None if it can.
-        declines: why it does not compute a case, as far as that is known without trying; None if it may.
-        prepare: may compile; raises if it turns out that it cannot compute the case.
-        operator: whose cases it is asked about.
+        unavailable: reason why it cannot run on this machine; None if it can.
+        declines: (case) -> reason why it does not support the case, as far as known in advance; None if it may.
+        prepare: (case, inputs) -> steps; may compile; raises if it does not support the case.
+        operator: the operator of its cases.
     """
 
     name: str
@@ -65,12 +66,12 @@ def is_ours(provider: str) -> bool:
 
 
 def wants_cuda(reason: str | None) -> bool:
-    """Whether ``reason``, not to measure a provider or a case, is that there is no CUDA device."""
+    """True if ``reason`` for not measuring a provider or case is that there is no CUDA device."""
     return reason is not None and (reason == _CUDA_ONLY or reason.startswith("needs a CUDA device"))
 
 
 def providers(device: torch.device) -> list[Provider]:
-    """All of them, also those that are unavailable here: tilewise first, in the order of its backends' preference."""
+    """Return all providers, including unavailable ones: tilewise's backends first, in order of preference."""
     elsewhere = None if device.type == "cuda" else _CUDA_ONLY
     flex = "has no backward on the CPU" if elsewhere else _missing("triton", "triton")
     return [
@@ -101,7 +102,7 @@ def providers(device: torch.device) -> list[Provider]:
 
 
 def _of_windows(device: torch.device, flex: str | None) -> list[Provider]:
-    """Those of attention in windows of keys."""
+    """Return the providers of attention in windows of keys."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
     def ours(backend: str) -> Provider:
@@ -127,7 +128,7 @@ def _of_windows(device: torch.device, flex: str | None) -> list[Provider]:
 
 
 def _of_packed(device: torch.device, elsewhere: str | None, flex: str | None) -> list[Provider]:
-    """Those of packed batches; a padded one is there to compare with, though tilewise computes it."""
+    """Return the providers of packed batches; "padded" is a baseline, although tilewise computes it."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
     def tilewise_varlen(backend: str) -> Provider:
@@ -167,15 +168,15 @@ def _of_operator(
 
 def _missing(module: str, distribution: str) -> str | None:
     parts = module.split(".")
-    names = (".".join(parts[: n + 1]) for n in range(len(parts)))  # a parent is looked for before its child
+    names = (".".join(parts[: n + 1]) for n in range(len(parts)))  # find_spec of a child needs its parent
     try:
         return None if all(importlib.util.find_spec(name) for name in names) else f"{distribution} is not installed"
-    except ImportError as error:  # looking for a child imports its parent
+    except ImportError as error:  # find_spec of a child imports its parent
         return f"{distribution} cannot be imported: {error}"
 
 
 class _Leaves(Protocol):
-    """What has gradients, and the cotangent: the inputs of every kind of case."""
+    """Inputs of any case: leaves and the gradient of the output."""
 
     @property
     def leaves(self) -> list[Tensor]: ...
@@ -251,7 +252,7 @@ def _sdpa(name: str, backend: str, unavailable: str | None) -> Provider:
 
 
 def _matrix(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:
-    """What SDPA takes in place of both: of a bias and a mask their sum, as large as all scores."""
+    """Return SDPA's attn_mask: the bias, the mask, or both combined, of the broadcast shape."""
     if bias is None or mask is None:
         return mask if bias is None else bias
     return bias.masked_fill(~mask, -torch.inf)
@@ -267,7 +268,7 @@ def _flex(case: Case, x: CaseInputs) -> Steps:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     q, k, v, bias, *_ = x
-    torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
+    torch._dynamo.reset()  # beyond its recompilation limit flex_attention would run uncompiled and unfused
     compiled = torch.compile(flex_attention, dynamic=False)
     offset = case.keys - case.queries
     block_mask = None
@@ -291,7 +292,7 @@ def _flex(case: Case, x: CaseInputs) -> Steps:
 
 
 def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
-    """Adds the bias; an axis on which it broadcasts is left out, since an index of 0 compiles to slower code."""
+    """Return a score_mod that adds the bias, without broadcast axes: an index of 0 compiles to slower code."""
     batch, heads, rows, _ = (size > 1 for size in bias.shape)
     if (batch, heads, rows) == (True, True, True):
         return lambda s, b, h, i, j: s + bias[b, h, i, j]
@@ -305,7 +306,7 @@ def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
 
 
 def _score_mod_of_keys(score_mod: Callable[..., Tensor] | None, mask: Tensor) -> Callable[..., Tensor]:
-    """Beside another. Each tile has hidden keys, so that a block mask would skip none."""
+    """Return ``score_mod`` with a key mask; every tile has hidden keys, so a block mask would skip none."""
     keys = mask[:, 0, 0]
 
     def hidden(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -336,12 +337,12 @@ def _no_sink(case: Case) -> str | None:
 
 
 def _no_term(case: Case) -> str | None:
-    """Of providers that would need the whole matrix, which cases of `biased` measure, or the mask of every pair."""
+    """Return why a provider without bias terms, masks and windows does not support a case, or None."""
     if case.mask is not None:
         return "takes no list of visible tiles"
     if case.window is not None:
         return "takes no window"
-    return _no_sink(case) if case.term is None else "takes a matrix alone, and adding up its gradient is the caller's"
+    return _no_sink(case) if case.term is None else "takes only a bias matrix, and the caller must reduce its gradient"
 
 
 def _no_dropout(case: Case) -> str | None:
@@ -365,13 +366,13 @@ def _fa4(case: Case, x: CaseInputs) -> Steps:
 
 
 def _cudnn_graph(case: Case, x: CaseInputs) -> Steps:
-    """cuDNN's frontend graphs: with a bias and its gradient, which PyTorch's own use of cuDNN leaves out."""
+    """Return steps of cuDNN's frontend graphs with bias and dbias, which SDPA's cuDNN backend does not offer."""
     graphs = _CudnnGraphs(case, x)
     return Steps(graphs.forward, graphs.backward)
 
 
 class _CudnnGraphs:
-    """One graph for the forward and one for the backward; everything a call needs is allocated in the call."""
+    """cuDNN graphs of the forward and the backward; each call allocates its outputs and workspace."""
 
     def __init__(self, case: Case, x: CaseInputs) -> None:
         import cudnn

@@ -11,11 +11,11 @@ from tilewise_tools.bench.providers import is_ours, wants_cuda
 from tilewise_tools.bench.results import PASSES, Pass, Results, Row, in_order, left_out, provider_names
 
 ABSENT = "–"
-NAME_WIDTH = len("torch-softmax-compiled")  # of a provider, the longest
+NAME_WIDTH = len("torch-softmax-compiled")  # the longest name of a provider
 
 
 def one_line(results: Results, row: Row) -> str:
-    """What came out for one provider on one case."""
+    """Return one line for one provider on one case."""
     width = max(len(case.name) for case in results.cases)
     words = f"{row.case:{width}} {row.provider:{NAME_WIDTH}} "
     if row.outcome != "measured":
@@ -28,7 +28,7 @@ def one_line(results: Results, row: Row) -> str:
 
 
 def heading(results: Results) -> str:
-    """Where, when and with what; the calibration."""
+    """Return device, date, versions, commit and calibration, as a sentence."""
     device, calibration = results.device, results.calibration
     extra = [f"{name} {device[name]}" for name in ("driver", "threads", "cores", "load") if name in device]
     packages = ", ".join(f"{name} {version}" for name, version in results.versions.items())
@@ -43,7 +43,7 @@ def heading(results: Results) -> str:
 
 
 def terminal(results: Results) -> str:
-    """The table of a run, every provider, and what was not measured."""
+    """Return the table of a run with every provider, and what was not measured."""
     header, unit = ["case", "provider"], f"{_prefix(results)}FLOP/s"
     for which in PASSES:
         header += [f"{which} ms", unit, "limit", "x other"]
@@ -56,8 +56,8 @@ def terminal(results: Results) -> str:
                 rows.append([row.case, row.provider, *cells, _mebibytes(row), f"{row.first_call_s:.1f}"])
     lines = [heading(results), "", *(_aligned(header, rows) if rows else ["Nothing was measured."])]
     if rows:
-        lines.append("limit: of what the calibrated device can do at most.")
-        lines.append("x other: times as fast as the best other make.")
+        lines.append("limit: share of the calibrated device's limit.")
+        lines.append("x other: speedup over the best other library.")
     host = [f"{row.provider} {1e6 * row.host_s:.0f} µs ({row.case})" for row in results.rows if row.host_s is not None]
     if host:
         lines.append("host time of a forward call: " + ", ".join(host))
@@ -65,14 +65,14 @@ def terminal(results: Results) -> str:
         f"{row.provider} {1e3 * row.lists_s:.3f} ms ({row.case})" for row in results.rows if row.lists_s is not None
     ]
     if lists:
-        lines.append("lists of visible tiles, forward and backward, where a mask is new: " + ", ".join(lists))
-    lines += [f"of the speed without its bias: {words}" for words in _of_no_bias(results)]
+        lines.append("lists of visible tiles of a new mask, forward and backward: " + ", ".join(lists))
+    lines += [f"share of the speed without bias: {words}" for words in _of_no_bias(results)]
     missing = not_measured(results)
     return "\n".join([*lines, *(["", "Not measured:"] if missing else []), *(f"  {line}" for line in missing)])
 
 
 def _of_no_bias(results: Results) -> Iterator[str]:
-    """For every packed case with a bias and provider of ours, its speed in shares of our fastest without the bias."""
+    """Yield the speed of each packed case with a bias, relative to tilewise's fastest without it."""
     for row in results.rows:
         case = results.case(row.case)
         other = case.without_bias if isinstance(case, PackedCase) else None
@@ -89,7 +89,7 @@ def _of_no_bias(results: Results) -> Iterator[str]:
 
 
 def not_measured(results: Results) -> list[str]:
-    """A line for every provider and reason, with the cases that it concerns; one for all that want a CUDA device."""
+    """Return a line for each provider and reason with its cases, and one for all that need a CUDA device."""
     wanting = [row.provider for row in results.rows if row.outcome == "declined" and wants_cuda(row.reason)]
     wanting += [name for name, reason in results.unavailable.items() if wants_cuda(reason)]
     lines = [left_out(wanting)] if wanting else []
@@ -105,10 +105,10 @@ def not_measured(results: Results) -> list[str]:
 
 
 def markdown(results: Results, source: str, pictures: list[tuple[str, str]]) -> str:
-    """The measured part of a document.
+    """Return the measured part of a document.
 
     Args:
-        source: the results' file, as the document names it.
+        source: the results' file, as named in the document.
         pictures: (text, path) of each picture, relative to the document.
     """
     unit = f"{_prefix(results)}FLOP/s"
@@ -137,7 +137,7 @@ def markdown(results: Results, source: str, pictures: list[tuple[str, str]]) -> 
 
 
 def insert(document: str, name: str, text: str) -> str:
-    """``document`` with ``text`` between its two markers for results called ``name``; ValueError without them."""
+    """Return ``document`` with ``text`` between the two markers of ``name``; raise ValueError without markers."""
     begin, end = markers(name)
     if document.count(begin) != 1 or document.count(end) != 1 or document.index(begin) > document.index(end):
         raise ValueError(f"needs one line {begin!r} and, below it, one line {end!r}")
@@ -150,13 +150,13 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def between(document: str, name: str) -> str:
-    """What stands between the markers."""
+    """Return the text between the markers of ``name``."""
     begin, end = markers(name)
     return document.split(begin)[1].split(end)[0].strip("\n")
 
 
 def picture_names(results_path: Path) -> list[tuple[str, str]]:
-    """(text, file name) of the pictures that belong to a results file, in `plot.draw_all`'s order."""
+    """Return (text, file name) of each picture of a results file, in the order of `plot.draw_all`."""
     stem = results_path.stem
     return [
         ("Forward: TFLOP/s against sequence length", f"{stem}-forward.png"),
@@ -199,7 +199,7 @@ def _matrix(
     cell: Callable[[Row], str],
     operators: tuple[str, ...] = ("attention", "matmul", "windows", "varlen"),
 ) -> str:
-    """For each operator a table: a line for every case with a cell, a column for every provider that measured one."""
+    """Return a table for each operator: a row per case with a cell, a column per measured provider."""
     tables = []
     for operator in operators:
         cases = [case for case in in_order(results) if case.operator == operator]
@@ -247,7 +247,7 @@ def _host(results: Results) -> str:
 
 
 def _speed(results: Results, row: Row, which: Pass) -> list[str]:
-    """Milliseconds, TFLOP/s, share of the limit, ratio to the best other."""
+    """Return cells: milliseconds, FLOP/s, share of the limit, ratio to the best other provider."""
     timing, flops = row.timing(which), results.flops(row, which)
     share, ratio = results.share(row, which), results.ratio(row, which)
     if timing is None or flops is None or share is None:
@@ -261,7 +261,7 @@ def _speed(results: Results, row: Row, which: Pass) -> list[str]:
 
 
 def _prefix(results: Results) -> str:
-    """Of FLOP/s: what a GPU does is counted in tera, what a CPU does in giga."""
+    """Return the unit prefix of FLOP/s: T for a GPU, G for a CPU."""
     return "G" if results.device["type"] == "cpu" else "T"
 
 

@@ -1,4 +1,4 @@
-"""What came out of a run: dataclasses, their JSON, and the numbers that are derived from them."""
+"""Results of a run: dataclasses, their JSON, and derived numbers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
 class ResultsError(ValueError):
-    """A file that does not hold results of this schema; says which file and why."""
+    """A file does not contain results of this schema; the message names the file and the reason."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step: the median, the 20th and the 80th percentile of ``repeats``; of several rounds see
-    `timing.over_rounds`."""
+    """Time of one step in seconds: median, 20th and 80th percentile of ``repeats``.
+
+    `timing.over_rounds` defines the fields for several rounds.
+    """
 
     median_s: float
     low_s: float
@@ -40,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the device did in the same run: FLOP/s of a matrix product by dtype, bytes/s of a copy, read and written."""
+    """Limits measured in the same run: FLOP/s of a matrix product per dtype; bytes/s of a copy, read + written."""
 
     matmul_flops: dict[str, float]
     copy_bytes_per_second: float
@@ -51,14 +53,14 @@ class Row:
     """One provider on one case.
 
     Attributes:
-        outcome: "measured"; "failed", also for a wrong answer; "declined", not tried; "not run", for want of time.
-        reason: of every outcome but "measured".
-        errors: of o and of each gradient, as `reference.errors` defines them; NaN, null in JSON, where not finite.
+        outcome: "measured"; "failed", also if results are wrong; "declined", not supported; "not run", no time left.
+        reason: the reason of any outcome except "measured".
+        errors: of o and of each gradient, see `reference.errors`; NaN (null in JSON) if not finite.
         memory_bytes: peak of a forward and backward beyond inputs, output and gradients.
-        first_call_s: preparation, and the first forward and backward: compilation where caches on disk lack it.
-        host_s: seconds that a forward keeps the host busy; of small cases only.
-        host_both_s: the same of a forward and backward.
-        lists_s: what a forward and backward of a mask by tiles take longer where the mask comes for the first time.
+        first_call_s: preparation, first forward and first backward, with compilation unless cached on disk.
+        host_s: host time of a forward; only for small cases.
+        host_both_s: host time of a forward and backward.
+        lists_s: additional time of a forward and backward with a new tile mask.
     """
 
     case: str
@@ -83,13 +85,13 @@ class Results:
     """One run on one machine.
 
     Attributes:
-        commit: of tilewise, with ``changed_files`` that differ from it.
-        date: ISO 8601, UTC, of the start.
-        device: type, name, and what else tells it from others (driver, compute capability, memory; threads, cores, and
-            the load that other programs were before the run: above zero, a CPU's times say little).
-        versions: of Python and of each package that took part.
-        settings: of the run.
-        unavailable: providers that cannot run on this machine, and why.
+        commit: commit of tilewise; ``changed_files`` differ from it.
+        date: start of the run, ISO 8601, UTC.
+        device: type and name; of a GPU driver, compute capability and memory; of a CPU threads, cores and the load
+            before the run (with a load above zero, times are unreliable).
+        versions: of Python and of each package in use.
+        settings: options of the run.
+        unavailable: providers that cannot run on this machine, with reasons.
     """
 
     commit: str
@@ -110,7 +112,7 @@ class Results:
         return [row for row in self.rows if row.case == case]
 
     def work(self, case: AnyCase, which: Pass) -> Work:
-        """FLOPs (of visible pairs; a backward has 2.5 times a forward's) and the least traffic in bytes."""
+        """Return FLOPs (of visible pairs; backward = 2.5 × forward) and the minimum memory traffic in bytes."""
         if not isinstance(case, Case):
             return case.work(which)
         problem = case.problem(self.device["type"], None)
@@ -121,23 +123,26 @@ class Results:
         return work
 
     def flops(self, row: Row, which: Pass) -> float | None:
-        """FLOP/s at the median; None if the pass was not measured."""
+        """Return FLOP/s at the median time; None if the pass was not measured."""
         timing = row.timing(which)
         return None if timing is None else self.work(self.case(row.case), which).flops / timing.median_s
 
     def limits(self, dtype: str) -> Limits:
-        """By the fastest product in ``dtype`` or a wider one: a CPU may well convert 16-bit numbers first."""
+        """Return the limits for ``dtype``, by the fastest product in it or a wider dtype.
+
+        A CPU may be faster in a wider dtype, since it may convert 16-bit numbers first.
+        """
         size = getattr(torch, dtype).itemsize
         rates = [x for name, x in self.calibration.matmul_flops.items() if getattr(torch, name).itemsize >= size]
         return Limits(max(rates), self.calibration.copy_bytes_per_second, "calibration")
 
     def share(self, row: Row, which: Pass) -> float | None:
-        """The least time that the calibrated device needs, divided by the time taken: 1 is the limit."""
+        """Return the minimum time of the calibrated device divided by the measured time; 1 is the limit."""
         timing, case = row.timing(which), self.case(row.case)
         return None if timing is None else self.limits(case.dtype).seconds(self.work(case, which)) / timing.median_s
 
     def best_other(self, row: Row, which: Pass) -> Row | None:
-        """The fastest row of the same case by another make; all backends of tilewise are one make."""
+        """Return the fastest row of the same case by another library; all tilewise backends count as one library."""
         others = [
             other
             for other in self.of(row.case)
@@ -148,7 +153,7 @@ class Results:
         return min(others, key=lambda other: _median(other, which), default=None)
 
     def ratio(self, row: Row, which: Pass) -> float | None:
-        """How many times as fast as `best_other`; None if one of the two was not measured."""
+        """Return the speedup over `best_other`; None if either was not measured."""
         other = self.best_other(row, which)
         if other is None or row.timing(which) is None:
             return None
@@ -167,20 +172,20 @@ def _median(row: Row, which: Pass) -> float:
 
 def write(results: Results, path: Path) -> None:
     document = {"schema": SCHEMA, **asdict(results)}
-    for row in document["rows"]:  # a wrong answer may be NaN, which JSON has not
+    for row in document["rows"]:  # errors may be NaN, which JSON does not have
         row["errors"] = {name: error if math.isfinite(error) else None for name, error in row["errors"].items()}
     write_document(document, path)
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
-    """Write JSON to ``path``, in whole: a run that is killed meanwhile leaves the file as it was before."""
+    """Write JSON to ``path`` atomically: a killed run leaves the old file intact."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
 def read(path: Path) -> Results:
-    """The results in ``path``. Raises OSError, and ResultsError if it holds something else."""
+    """Return the results in ``path``. Raise OSError, or ResultsError if it contains something else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -212,7 +217,7 @@ def _errors(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _case(fields: dict[str, Any]) -> AnyCase:
-    """Attention's cases do not name their operator."""
+    """Return the case of JSON fields; cases of attention have no field "operator"."""
     operator = fields.get("operator", Case.operator)
     if operator == Case.operator:
         return Case(**{**fields, "bias": fields["bias"] and tuple(fields["bias"])})
@@ -224,7 +229,7 @@ def _case(fields: dict[str, Any]) -> AnyCase:
 
 
 def _checked(results: Results) -> Results:
-    """Numbers that are numbers, cases that exist: later code divides and looks up without asking."""
+    """Raise ValueError unless numbers are positive and all named cases exist; later code relies on it."""
     names = {case.name for case in results.cases}
     numbers: list[tuple[str, float]] = [("copy_bytes_per_second", results.calibration.copy_bytes_per_second)]
     numbers += [(f"matmul_flops of {name}", x) for name, x in results.calibration.matmul_flops.items()]
@@ -249,13 +254,13 @@ def _checked(results: Results) -> Results:
 
 
 def in_order(results: Results) -> list[AnyCase]:
-    """The cases for a reader: families together, by length, in the order in which the run met them."""
+    """Return the cases grouped by family, in the order of the run, and sorted by length within a family."""
     families = list(dict.fromkeys(case.family for case in results.cases))
     return sorted(results.cases, key=lambda case: (families.index(case.family), case.keys))
 
 
 def left_out(providers: Iterable[str]) -> str:
-    """The line for ``providers`` that want a CUDA device where there is none; empty without any."""
+    """Return the line for ``providers`` that need a CUDA device where there is none; "" without any."""
     names = list(dict.fromkeys(providers))
     return f"left out, for want of a CUDA device: {', '.join(names)}" if names else ""
 

@@ -1,4 +1,4 @@
-"""The run: every case, every provider, the right answer before the clock."""
+"""The run over all cases and providers; results are checked before they are timed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tilewise_tools.bench.results import Results, Row, Timing, left_out
 from tilewise_tools.bench.timing import Clock, calibrate, host_seconds, over_rounds, synchronize, working_bytes
 from tilewise_tools.commands.spelling import DTYPES, dtype_name
 
-# How often the providers of a case take turns. A GPU's clock moves by several per cent within a second; a CPU's times,
-# which are longer, are those of one round.
+# Interleaved rounds of a case's providers. A GPU's clock rate changes by several percent within a second; a CPU's times
+# are longer, so one round suffices.
 _ROUNDS = {"cuda": 3, "cpu": 1}
-# Built-in errors by which a provider says that it cannot.
+# Built-in errors that count as a provider's failure.
 _ERRORS = (
     RuntimeError,
     ValueError,
@@ -56,7 +56,7 @@ AnyInputs = CaseInputs | operators.OperatorInputs | packed.PackedInputs
 
 
 class UsageError(ValueError):
-    """A mistake in how the run was asked for, in words for the user; ``option`` is at fault."""
+    """Invalid ``option`` of a run, with a message for the user."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(f"{option}: {message}")
@@ -64,11 +64,11 @@ class UsageError(ValueError):
 
 
 class DeviceLost(RuntimeError):
-    """The device answers no more: a provider's failure took it along."""
+    """The device no longer works after a provider's failure."""
 
 
 class Progress(Protocol):
-    """Who is told how far the run is: of how many rows, without those that `left_out` speaks of."""
+    """Receiver of a run's progress: the total number of rows, without `left_out`, the current work, each row."""
 
     def start(self, total: int, left_out: str) -> None: ...
     def working(self, what: str) -> None: ...
@@ -77,13 +77,14 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """
+    """Options of a run.
+
     Attributes:
         device: "cuda" or "cpu".
         quick: few cases, and half the time for each measurement.
-        cases, providers: substrings of the names to take; empty takes all.
-        budget: seconds after which nothing new is begun and the rest is "not run".
-        commit: the commit that is measured, where there is no git.
+        cases, providers: substrings of the names to measure; empty for all.
+        budget: seconds after which nothing new starts and the rest is "not run".
+        commit: commit to record if there is no git checkout.
     """
 
     device: str
@@ -99,7 +100,7 @@ def default_device() -> str:
 
 
 def chosen_cases(options: RunOptions) -> list[AnyCase]:
-    """Those whose name contains one of ``options.cases``; an exact name takes that case alone."""
+    """Return the cases whose name contains one of ``options.cases``; a full name selects only that case."""
     known = cases(options.device, options.quick)
     return _chosen("--cases", options.cases, {case.name: case for case in known})
 
@@ -120,7 +121,7 @@ def _chosen(option: str, parts: tuple[str, ...], known: dict[str, Any]) -> list[
 
 
 def _is_called(name: str, part: str) -> bool:
-    """Whether ``part`` is a part of ``name``; a dtype is one as a whole word, in each of its spellings."""
+    """True if ``part`` is a substring of ``name``; a dtype, in any spelling, must match a whole word."""
     words = [dtype_name(word) or word for word in part.split(" ")]
     return words[0] in name.split() if len(words) == 1 and words[0] in DTYPES else " ".join(words) in name
 
@@ -131,13 +132,13 @@ def run(
     save: Callable[[Results], None] = lambda results: None,
     todo: Sequence[AnyCase] | None = None,
 ) -> Results:
-    """Measure; ``save`` is called with what there is after every case.
+    """Measure all cases; call ``save`` with the results so far after every case.
 
     Args:
-        todo: other cases than those that ``options`` name.
+        todo: cases to measure instead of those of ``options``.
 
     Raises:
-        UsageError: for options that name nothing, or a device that is not there.
+        UsageError: for options that match nothing, or an absent device.
     """
     started = time.monotonic()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -204,18 +205,18 @@ def _not_run(case: AnyCase, provider: Provider, reason: str) -> Row:
 
 
 def ours_are_right(results: Results) -> bool:
-    """No backend of tilewise failed."""
+    """True if no backend of tilewise failed."""
     return not any(is_ours(row.provider) and row.outcome == "failed" for row in results.rows)
 
 
 class _Measured:
-    """One case; its inputs and the right answer are made when the first provider needs them."""
+    """Measurements of one case; creates inputs and reference results when the first provider needs them."""
 
     def __init__(self, case: AnyCase, clock: Clock) -> None:
         self.case, self.clock = case, clock
         self.inputs: AnyInputs | None = None
         self.right: dict[str, torch.Tensor] = {}
-        self.rounds: dict[str, list[tuple[Timing, Timing | None]]] = {}  # of each provider forward and backward
+        self.rounds: dict[str, list[tuple[Timing, Timing | None]]] = {}  # (forward, backward) of each round
 
     def row(self, provider: Provider) -> Row:
         reason = provider.declines(self.case)
@@ -234,11 +235,11 @@ class _Measured:
         return self._told(provider, self._measure)
 
     def again(self, provider: Provider, row: Row) -> Row:
-        """The row with the times of one round more."""
+        """Return the row with the times of one more round."""
         return self._told(provider, lambda provider, x: self._measure_again(provider, x, row))
 
     def _told(self, provider: Provider, measure: Callable[[Provider, Any], Row]) -> Row:
-        """What ``measure`` finds, or why it failed."""
+        """Return the row by ``measure``, or a row with the reason of its failure."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
@@ -252,7 +253,7 @@ class _Measured:
         return row
 
     def _time(self, provider: Provider, steps: Steps, row: Row) -> Row:
-        """The row with the times of all rounds so far, after another one."""
+        """Time another round; return the row with the times of all rounds so far."""
         forward = self.clock.time(steps.forward)
         backward = None
         if self.case.backward:
@@ -287,7 +288,7 @@ class _Measured:
             first_call = time.perf_counter() - start
             found = steps.plain(found)
             names = ("o", *(f"d{name}" for name in x.names))
-            # What another draws it drops by a generator of its own: nothing here says what is right.
+            # Other providers draw dropout from their own generators, so there is no reference for them.
             known = not isinstance(case, Case) or not case.dropout or is_ours(provider.name)
             errors = _errors(case, dict(zip(names, found, strict=False)), self.right) if known else {}
             del found
@@ -306,7 +307,7 @@ class _Measured:
 
 
 def _new_lists(both: Callable[[], object], renew: Callable[[], None], clock: Clock) -> float:
-    """Seconds that ``both`` takes longer after each ``renew``."""
+    """Return the additional seconds that ``both`` takes after each ``renew``."""
 
     def anew() -> None:
         renew()
@@ -329,17 +330,16 @@ def _errors(case: AnyCase, found: dict[str, torch.Tensor], right: dict[str, torc
 
 
 def provider_errors() -> tuple[type[Exception], ...]:
-    """The errors of a provider that are reported as its failure.
+    """Return the exception classes that count as a provider's failure.
 
-    Beside built-in ones these are the classes that the providers' packages, as far as they are loaded, derive from
-    Exception itself.
+    These are built-in ones, and direct subclasses of Exception in the providers' packages that are loaded.
     """
     own = (cls for cls in Exception.__subclasses__() if cls.__module__.split(".")[0] in _PACKAGES)
     return (*_ERRORS, *own)
 
 
 def _reason(error: Exception, warned: list[str]) -> str:
-    """One line: the error, and what was warned of on the way, which is where SDPA says why."""
+    """Return the error on one line, with SDPA's warnings, which contain its reasons."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     lines = str(error).strip().splitlines()
@@ -359,11 +359,10 @@ def _check_device(row: Row) -> None:
 
 
 def origin(device: torch.device, commit: str = "") -> dict[str, Any]:
-    """What numbers have to stand beside: `Results`' commit, changed_files, date, device and versions.
+    """Return the fields commit, changed_files, date, device and versions of `Results`.
 
     Args:
-        commit: the commit that is measured, where git does not know: of a copy, whose files are then those of the
-            commit.
+        commit: commit to record instead of git's, for a copy without git; its files are taken as unchanged.
     """
     return {
         "commit": commit or _git("rev-parse", "HEAD"),
@@ -389,7 +388,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def driver() -> str:
-    """Version of NVIDIA's driver; empty where its tool is not there or does not answer."""
+    """Return the version of NVIDIA's driver, or "" if nvidia-smi is absent or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
@@ -399,7 +398,7 @@ def driver() -> str:
 
 
 def cpu_name() -> str:
-    """As the kernel names it, which may not say which, with the instructions that decide a product's speed."""
+    """Return the CPU's name in /proc/cpuinfo, with family, model and the instruction sets that matter for matmul."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor() or platform.machine()
@@ -411,14 +410,14 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, tilewise, CUDA and cuDNN as torch was built or finds them, and of the installed distributions."""
+    """Return versions of Python, tilewise, the installed distributions, and torch's CUDA and cuDNN."""
     found = {"python": platform.python_version(), "tilewise": tilewise.__version__}
     for name in _DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__  # with the build, which the distribution's metadata may leave out
+    found["torch"] = torch.__version__  # with the build tag, which the metadata may lack
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
         found["cudnn"] = str(torch.backends.cudnn.version())
@@ -426,7 +425,7 @@ def versions() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str:
-    """Of the checkout that tilewise is imported from; empty if it is none, or lies in another project's."""
+    """Run git in tilewise's checkout; return "" if tilewise was not imported from its own checkout."""
     git, package = shutil.which("git"), Path(tilewise.__file__)
     if git is None:
         return ""
@@ -440,7 +439,7 @@ def _git(*arguments: str) -> str:
 
 
 class PlainProgress:
-    """A line for every row, on stdout; where there is no rich, or no terminal."""
+    """Progress as lines on stdout, used without rich or without a terminal."""
 
     def start(self, total: int, left_out: str) -> None:
         self.total, self.done = total, 0

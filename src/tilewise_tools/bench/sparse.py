@@ -1,9 +1,9 @@
-"""Masks of the named cases: which pairs are visible, as a function of indices, and the same by tiles.
+"""Masks of the named cases, as functions of query and key indices and as tile masks.
 
-blocks 25, blocks 5   whole tiles of 128 x 128 at random, so many in a hundred, and those of the diagonal
-documents             the lengths of `packed`'s lognormal batch, end to end; of another size, in proportion
-kept 2048             of each head the 2,048 keys with the best scores, which are a random order; with causal of those
-                      that a query sees. The mask is made in each forward, as a model makes it; other numbers likewise
+blocks 25, blocks 5   25 % or 5 % of the 128 x 128 tiles at random, and the tiles of the diagonal
+documents             documents with the lengths of `packed`'s lognormal batch, scaled to the number of keys
+kept N                a dynamic mask: in each head the N visible keys with the largest scores, which are a random
+                      permutation. Every forward creates the mask
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ TILE = 128
 
 
 def keep(name: str) -> int | None:
-    """How many keys a query keeps; None of the other masks."""
+    """Return the number of selected keys per query of a dynamic mask; None for other masks."""
     return int(name.removeprefix("kept ")) if name.startswith("kept ") else None
 
 
 def operand(name: str) -> TileOperand:
-    """For a `Problem`."""
+    """Return the mask's description in a `Problem`."""
     return TileOperand(TILE, TILE, "bits" if name.startswith("blocks") else "intervals", name == "documents")
 
 
 @lru_cache
 def scores(heads: int, keys: int) -> Tensor:
-    """Of `dynamic_mask`, float32 (1, heads, 1, keys), no two of a head equal."""
+    """Return scores for `dynamic_mask`, float32 (1, heads, 1, keys), distinct within a head."""
     generator = torch.Generator().manual_seed(keys)
     orders = [torch.randperm(keys, generator=generator, device="cpu") for _ in range(heads)]
     return torch.stack(orders).float()[None, :, None]
 
 
 def kept(name: str, own: Tensor, distance: Tensor, causal: bool) -> Tensor:
-    """Bool of ``own`` scores (heads, 1, keys) and of how far keys lie behind a query (rows, keys): what it keeps."""
+    """Return the selected keys (top-k), bool (heads, rows, keys).
+
+    ``own``: scores (heads, 1, keys). ``distance``: key position minus query position, (rows, keys).
+    """
     count = keep(name)
     assert count is not None
     seen = own.masked_fill(distance > 0, -torch.inf) if causal else own.expand(-1, distance.shape[0], -1)
@@ -57,7 +60,7 @@ def new_mask(name: str, own: Tensor, queries: int, causal: bool) -> TileMask:
 
 @lru_cache
 def _tiles(name: str, queries: int, keys: int) -> Tensor:
-    """Bool (tiles of queries, tiles of keys)."""
+    """Return the visible tiles, bool (query tiles, key tiles)."""
     share = int(name.removeprefix("blocks ")) / 100
     size = -(-queries // TILE), -(-keys // TILE)
     generator = torch.Generator().manual_seed(queries + keys)
@@ -77,7 +80,7 @@ def _ids(keys: int) -> Tensor:
 
 
 def seen(name: str, queries: int, keys: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Bool of indices of queries and of keys, which broadcast; causal is not in it."""
+    """Return a function of broadcasting query and key indices that is True for visible pairs, without causal."""
     if name == "documents":
         ids = _ids(keys).to(device)
         return lambda i, j: ids[i] == ids[j]
@@ -93,7 +96,7 @@ def tile_mask(name: str, queries: int, keys: int, device: torch.device) -> TileM
 
 
 def copied(mask: TileMask) -> TileMask:
-    """The same as another, of which nothing is kept from earlier calls."""
+    """Return a copy of ``mask`` without cached tile lists."""
     tensors = mask.tensors
     assert tensors.tiles is not None
     return TileMask(mask.queries, mask.keys, tensors._replace(tiles=tensors.tiles.clone()))
@@ -101,7 +104,7 @@ def copied(mask: TileMask) -> TileMask:
 
 @lru_cache
 def pairs(name: str, queries: int, keys: int, causal: bool) -> int:
-    """How many a head has; of blocks without causal alone."""
+    """Return the number of visible pairs per head; blocks support only causal=False."""
     if name == "documents":
         return sum(n * (n + 1) // 2 if causal else n * n for n in _lengths(keys))
     count = keep(name)

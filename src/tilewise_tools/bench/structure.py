@@ -1,7 +1,7 @@
-"""The doors of structure models in the bench: cases of `cases` that are called by them too.
+"""Entry points for structure models, measured on some cases in addition to `tilewise.attention`.
 
-Who else computes such a case takes the same leaves, of four dimensions; a door sees them with the dimensions that it is
-called with. So does cuEquivariance, whose function one of them has the name and arguments of.
+All providers of such a case get the same 4-D leaves. The entry points and cuEquivariance, whose triangle_attention one
+of them replaces, get them with additional dimensions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _triangle(x: CaseInputs) -> Tensor:
-    """The batch is the rows of one pair representation."""
+    """Call triangle_attention; the batch is the rows of one pair representation."""
     assert x.bias is not None
     o: Tensor = triangle_attention(
         x.q[None], x.k[None], x.v[None], x.bias[None], None if x.mask is None else x.mask[None]
@@ -27,7 +27,7 @@ def _triangle(x: CaseInputs) -> Tensor:
 
 
 def _tokens(x: CaseInputs) -> Tensor:
-    """The batch is the samples of one structure."""
+    """Call attention_pair_bias; the batch is the samples of one structure."""
     assert x.bias is not None
     return attention_pair_bias(x.q[None], x.k[None], x.v[None], x.bias).squeeze(0)
 
@@ -36,25 +36,25 @@ DOORS: dict[str, Callable[[CaseInputs], Tensor]] = {"triangle_attention": _trian
 
 
 def door(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
-    """The forward, by the backend that tilewise takes by itself."""
+    """Return the forward of the case's entry point, by tilewise's default backend."""
     assert case.door is not None
     call = DOORS[case.door]
     return lambda: call(x)
 
 
 def no_door(case: Case) -> str | None:
-    return None if case.door is not None else "is measured where a case has a door"
+    return None if case.door is not None else "is measured only on cases with an entry point for structure models"
 
 
 def cuequivariance_declines(case: Case) -> str | None:
-    """Of what is plain otherwise: its bias is shared by all rows, and has one matrix for each head."""
+    """Return why cuEquivariance does not support a case: it needs a bias (1, H, M, N) that the batch shares."""
     if case.bias != (1, case.heads, case.queries, case.keys) or case.causal or case.kv_heads != case.heads:
-        return "takes a bias that the batch shares, and neither a band nor grouped heads"
+        return "takes a bias that the batch shares, and neither causal nor grouped heads"
     return None
 
 
 def cuequivariance(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
-    """The forward by NVIDIA's triangle attention, of which the batch is the rows."""
+    """Return the forward by cuEquivariance's triangle_attention; the batch is the rows."""
     from cuequivariance_ops_torch import triangle_attention as attend
 
     mask = None if x.mask is None else x.mask[None]

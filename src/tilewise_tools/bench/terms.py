@@ -1,7 +1,7 @@
-"""Bias terms of the named cases: what is trained, the bias for each who computes it, and, by definition, a part of it.
+"""Bias terms of the named cases: trainable tensors, the bias for each provider, and its definition.
 
-inkling     values per query and distance, (B, H, M, 1025): entry ``1024 - d`` for a key ``d`` before the query, 0 from
-            there on; so many, and so laid out, as `tilewise.bias.relative_logits` makes of the model's 1,024
+inkling     a relative position bias per query, (B, H, M, 1025): entry ``1024 - d`` for the key ``d`` positions before
+            the query, 0 beyond; the size and layout of `tilewise.bias.relative_logits` for the model's 1,024 entries
 t5          a table (32, H), float32: the buckets of T5's encoder (arXiv 1910.10683), up to distance 128
 alibi       slopes (H,), float32: -slope · |i - j| (arXiv 2108.12409)
 """
@@ -26,7 +26,7 @@ NAMES = ("inkling", "t5", "alibi")
 
 
 def trained(name: str, batch: int, heads: int, queries: int, normal: Callable[..., Tensor]) -> Tensor:
-    """What has the gradient, standard normal but for slopes, which are those of the paper."""
+    """Return the trainable tensor: standard normal, except for ALiBi's slopes, which are the paper's."""
     if name == "inkling":
         return normal(batch, heads, queries, ENTRIES)
     table = normal(_BUCKETS, heads)
@@ -37,19 +37,19 @@ def trained(name: str, batch: int, heads: int, queries: int, normal: Callable[..
 
 
 def term(name: str, x: Tensor) -> Any:
-    """As tilewise takes it."""
+    """Return the bias argument of `tilewise.attention`."""
     if name == "inkling":
         return bias.RelativeBias(x, lo=1 - ENTRIES)
     return bias.t5_bias(x, True, _FAR) if name == "t5" else bias.alibi(x)
 
 
 def distances(name: str, queries: int, keys: int) -> Distances | None:
-    """Those of values per query, for a `Problem`; None of a Toeplitz term."""
+    """Return the distances of a per-query bias for a `Problem`; None for a Toeplitz term."""
     return Distances("query", 1 - ENTRIES + keys - queries, ENTRIES) if name == "inkling" else None
 
 
 def far(name: str, queries: int, keys: int) -> Far | None:
-    """Of a Toeplitz term, for a `Problem`: where its values need not be read."""
+    """Return the constant far range of a Toeplitz term for a `Problem`; None for a per-query bias."""
     if name == "inkling":
         return None
     x = trained(name, 1, 1, queries, partial(torch.zeros, device="cpu"))
@@ -57,7 +57,10 @@ def far(name: str, queries: int, keys: int) -> Far | None:
 
 
 def bucket(distance: Tensor) -> Tensor:
-    """T5's, of key position minus query position: half of them for each sign, the near half of these one each."""
+    """Return T5's bucket of key position minus query position.
+
+    Each sign has half of the buckets; the first half of those hold one distance each.
+    """
     half, exact = _BUCKETS // 2, _BUCKETS // 4
     d = distance.abs()
     far = exact + (torch.log(d.clamp(min=1) / exact) / math.log(_FAR / exact) * (half - exact)).long()
@@ -65,7 +68,7 @@ def bucket(distance: Tensor) -> Tensor:
 
 
 def part(name: str, x: Tensor, distance: Tensor) -> Tensor:
-    """The bias of some queries, at each key: x as `own` cuts it, distance (rows, keys)."""
+    """Return the bias of some queries and all keys, from x as sliced by `own` and distance (rows, keys)."""
     if name == "inkling":
         inside = (distance > -ENTRIES) & (distance <= 0)
         entry = (distance + ENTRIES - 1).clamp(0, ENTRIES - 1).expand(*x.shape[:-1], distance.shape[-1])
@@ -76,12 +79,12 @@ def part(name: str, x: Tensor, distance: Tensor) -> Tensor:
 
 
 def own(name: str, b: slice, h: slice, r: slice) -> tuple[slice, ...]:
-    """What of the trained tensor a part of the batch, of the heads and of the queries reads."""
+    """Return the slices of the trainable tensor for slices of batch, heads and queries."""
     return {"inkling": (b, h, r), "t5": (slice(None), h), "alibi": (h,)}[name]
 
 
 def part_gradient(name: str, like: Tensor, ds: Tensor, distance: Tensor) -> Tensor:
-    """`part` backwards: ds (B, heads, rows, keys), of all keys; the gradient of ``like``, in ds's dtype."""
+    """Backward of `part`: return the gradient of ``like``, in ds's dtype, from ds (B, heads, rows, keys)."""
     if name == "inkling":
         inside = (distance > -ENTRIES) & (distance <= 0)
         entry = (distance + ENTRIES - 1).clamp(0, ENTRIES - 1).expand_as(ds)
@@ -95,7 +98,7 @@ def part_gradient(name: str, like: Tensor, ds: Tensor, distance: Tensor) -> Tens
 
 
 def score_mod(name: str, x: Tensor) -> Callable[..., Tensor]:
-    """For FlexAttention, with as many queries as keys."""
+    """Return a score_mod for FlexAttention with as many queries as keys."""
     if name == "inkling":
 
         def relative(s, b, h, i, j):

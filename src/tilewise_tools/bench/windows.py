@@ -1,7 +1,7 @@
-"""Attention of atoms in windows of keys: its case, the right answer, and who computes it.
+"""Attention of atoms in windows of keys: case, reference results and providers.
 
-Windows are those of `tilewise.integrations.evoformer.window_pair_attention` with ``edges="clip"``; what they are is
-said here again, in index arithmetic.
+Windows are those of `tilewise.integrations.evoformer.window_pair_attention` with ``edges="clip"``, reimplemented here
+by index arithmetic.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 from tilewise_tools.bench.operators import OperatorInputs, wide_dtype
 
-PADDING = 40  # atoms at the end that a mask hides; less than a window has there, so that each query sees a key
+PADDING = 40  # masked atoms at the end; fewer than a window has there, so that each query sees a key
 
 
 @dataclass(frozen=True)
 class WindowCase:
-    """``batch`` samples of ``keys`` atoms share one trainable bias (1, heads, blocks, q_block, k_block), and a mask
-    that hides the last atoms. Blocks are whole."""
+    """Shape of windowed attention of ``batch`` samples of ``keys`` atoms, a multiple of q_block.
+
+    Samples share one trainable bias (1, heads, blocks, q_block, k_block), and a mask that hides the last atoms.
+    """
 
     family: str
     batch: int
@@ -55,7 +57,7 @@ class WindowCase:
         return (self.k_block - self.q_block) // 2
 
     def inputs(self, device: torch.device, seed: int = 0) -> OperatorInputs:
-        """Fresh standard normal inputs; q, k, v and do in the memory order (B, N, H, D) that a projection gives."""
+        """Return new standard normal inputs; q, k, v and do are stored as (B, N, H, D), like a projection's output."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -68,18 +70,18 @@ class WindowCase:
         return OperatorInputs({name: x.requires_grad_(self.backward) for name, x in named.items()}, do)
 
     def mask(self, device: torch.device) -> Tensor:
-        """Bool (1, N)."""
+        """Return the mask of atoms, bool (1, N)."""
         return (torch.arange(self.keys, device=device) < self.keys - PADDING)[None]
 
     def windows(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The atom at each place, int64 (blocks, k_block), and whether it is there and visible."""
+        """Return the atom of each window position, int64 (blocks, k_block), and True where it exists and is visible."""
         first = torch.arange(self.blocks, device=device)[:, None] * self.q_block - self.before
         places = first + torch.arange(self.k_block, device=device)
         seen = (places >= 0) & (places < self.keys - PADDING)
         return places.clamp(0, self.keys - 1), seen
 
     def problem(self, device: str, capability: tuple[int, int] | None) -> Problem:
-        """What a call of blocks as they are asks of a backend."""
+        """Return the problem for tilewise's backends, with the blocks as the batch."""
         dtype, batch = getattr(torch, self.dtype), self.batch * self.blocks
         return Problem(
             device=device,
@@ -98,7 +100,7 @@ class WindowCase:
         )
 
     def exact(self, inputs: OperatorInputs) -> dict[str, Tensor]:
-        """By autograd in a wider dtype."""
+        """Compute o and gradients by autograd in a wider dtype."""
         wide = {name: x.detach().to(wide_dtype(self.dtype)).requires_grad_() for name, x in inputs.named.items()}
         with torch.enable_grad():
             o = einsum(self, OperatorInputs(wide, inputs.do))()
@@ -108,7 +110,7 @@ class WindowCase:
         return {"o": o.detach(), **{f"d{name}": g for name, g in zip(wide, grads, strict=True)}}
 
     def work(self, which: str) -> Work:
-        """Of all pairs of windows; tensors are read and written once, as `PackedCase.work` counts them."""
+        """Return the work of all pairs of the windows; tensors are read and written once, as in `PackedCase.work`."""
         dtype = getattr(torch, self.dtype)
         entries = self.heads * self.blocks * self.q_block * self.k_block
         rows = self.batch * self.heads * self.keys
@@ -128,7 +130,7 @@ def cases(device: str) -> Iterator[WindowCase]:
         yield WindowCase("window_pair_attention D32 float32", 1, 4, 1024, 32, dtype="float32")
 
 
-# Who computes it
+# Providers
 
 
 def tilewise_windows(case: WindowCase, x: OperatorInputs, backend: str) -> Callable[[], Tensor]:
@@ -137,7 +139,7 @@ def tilewise_windows(case: WindowCase, x: OperatorInputs, backend: str) -> Calla
 
 
 def einsum(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
-    """Windows gathered by their indices, which with the mask are made before the clock starts."""
+    """Return the forward by gather and einsum; indices and mask are created before timing starts."""
     (q, k, v, bias), (places, seen) = x.leaves, case.windows(x.do.device)
     return lambda: _gathered(q, k, v, bias, places, seen, case.q_block)
 
@@ -157,7 +159,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, places: Tensor, see
 
 
 def sdpa(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
-    """The same windows, and the kernel that PyTorch takes for a matrix added to scores."""
+    """Return the forward by gather and SDPA with an additive mask."""
     places, seen = case.windows(x.do.device)
     q, k, v, bias = x.leaves
     hidden = ~seen[:, None]
@@ -174,10 +176,10 @@ def sdpa(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
 
 
 def flex(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
-    """One sequence and a block mask, which is made before the clock starts."""
+    """Return the forward by FlexAttention, as one sequence; the block mask is created before timing starts."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
+    torch._dynamo.reset()  # beyond its recompilation limit flex_attention would run uncompiled and unfused
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     (q, k, v, bias), last = x.leaves, case.keys - PADDING
     matrix, q_block, k_block, before = bias[0], case.q_block, case.k_block, case.before
