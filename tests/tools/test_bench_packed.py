@@ -375,7 +375,7 @@ def test_a_bias_is_compared_with_none():
     found = results.Results(
         "", [], "", {"type": "cpu", "name": "none"}, {}, {}, {}, Calibration({"bfloat16": 1e12}, 1e12), chosen, rows
     )
-    lines = [x for x in report.terminal(found).splitlines() if x.startswith("of the speed without its bias: ")]
+    lines = [x for x in report.terminal(found).splitlines() if x.startswith("share of the speed without bias: ")]
     assert [x.partition(": ")[2] for x in lines] == [
         f"tilewise-varlen-hopper forward 0.50, backward 0.62 ({chosen[1].name})",
         f"tilewise-varlen-hopper forward 0.80 ({chosen[2].name})",

@@ -1,8 +1,8 @@
-"""The cases of one sequence over several processes: causal self-attention, its tensors whole and as a rank's shard.
+"""Cases of context parallelism: causal self-attention, as whole tensors and as shards of a rank.
 
 causal     no bias
-relative   values per query and distance, (1, H, S, 1025): entry ``1024 - d`` for a key ``d`` before the query, 0 from
-           there on; so laid out as `tilewise.bias.relative_logits` leaves a model's 1,024 where TMA reads them
+relative   a relative position bias per query, (1, H, S, 1025): entry ``1024 - d`` for the key ``d`` positions before
+           the query, 0 beyond; the layout of `tilewise.bias.relative_logits`, which TMA can read
 packed     a packed batch of 52 lengths, the quantiles of a lognormal distribution; q (tokens, H, D)
 """
 
@@ -24,7 +24,13 @@ KINDS = ("causal", "relative", "packed")
 
 @dataclass(frozen=True)
 class ParallelCase:
-    """``length``: of the whole sequence, or tokens of the packed batch. ``entries``: of each query's values."""
+    """One shape of context-parallel attention.
+
+    Attributes:
+        kind: one of `KINDS`.
+        length: length of the whole sequence, or tokens of the packed batch.
+        entries: entries per query of a relative position bias.
+    """
 
     kind: str
     length: int
@@ -40,12 +46,12 @@ class ParallelCase:
 
     @property
     def axis(self) -> int:
-        """That of the sequence, in every tensor."""
+        """Axis of the sequence in every tensor."""
         return 0 if self.kind == "packed" else 2
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the sequences. Of a short batch, which is held to the right answer, one is every rank's."""
+        """Lengths of the sequences. In a short batch, used for checks, every rank has a part of one sequence."""
         if self.kind != "packed":
             return (self.length,)
         longest = self.length // 2 if self.length < 32768 else round(self.length * 3800 / 32768)
@@ -57,11 +63,11 @@ class ParallelCase:
 
     @property
     def flops(self) -> int:
-        """Of visible pairs, forward (4 D) and backward (10 D)."""
+        """FLOPs of all visible pairs, forward (4 D) and backward (10 D)."""
         return 14 * self.head_dim * self.heads * sum(n * (n + 1) // 2 for n in self.lengths)
 
     def shapes(self, parts: int = 1) -> dict[str, tuple[int, ...]]:
-        """Of the leaves, for one of so many equal parts of the sequence."""
+        """Return the shapes of the leaves for one of ``parts`` equal parts of the sequence."""
         rows = self.length // parts
         found: dict[str, tuple[int, ...]] = {}
         for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
@@ -71,7 +77,7 @@ class ParallelCase:
         return found
 
     def draw(self, device: torch.device, seed: int, parts: int = 1) -> tuple[dict[str, Tensor], Tensor]:
-        """Standard normal leaves, of which nothing requires grad yet, and a gradient of the output."""
+        """Return standard normal leaves, without requires_grad, and a gradient of the output."""
         generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, self.dtype)
 
         def normal(shape: tuple[int, ...]) -> Tensor:
@@ -84,7 +90,7 @@ class ParallelCase:
         return RelativeBias(leaves["values"], lo=1 - self.entries) if self.kind == "relative" else None
 
     def small(self, ranks: int) -> ParallelCase:
-        """The same, short enough for every rank to have it whole, in float64 with all its scores."""
+        """Return a shorter case, which every rank can compute unfused in float64."""
         return replace(self, length=min(self.length, 2048 if self.dtype == "bfloat16" else 32 * ranks))
 
 

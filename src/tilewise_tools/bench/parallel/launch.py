@@ -1,4 +1,4 @@
-"""N processes of this machine, by PyTorch's elastic launch; or this one of those that torchrun has started."""
+"""Start of N processes by PyTorch's elastic launch, or of this rank if torchrun started it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from tilewise_tools.bench.parallel.results import table
 from tilewise_tools.bench.parallel.run import ParallelRunOptions, chosen, run
 from tilewise_tools.bench.run import UsageError
 
-_TIMEOUT = timedelta(seconds=120)  # after which a rank that waits for another ends, and all with it
+_TIMEOUT = timedelta(seconds=120)  # for a rank that waits for another; then all ranks end
 
 
 def launch(ranks: int, device: str, options: ParallelRunOptions) -> int:
-    """The status of the run: 0, or 1 if a method of tilewise failed or was wrong. Started by torchrun, this is a rank
-    of its; else ``ranks`` processes are started. Raise a UsageError for a mistake in the call."""
+    """Run on ``ranks`` processes; return 0, or 1 if a method of tilewise failed or was wrong.
+
+    Under torchrun, run as one of its ranks; otherwise start the processes. Raise a UsageError for invalid options.
+    """
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise UsageError("--nproc", f"there are {torch.cuda.device_count()} GPUs here, got {ranks}")
     chosen(options, device, ranks)
@@ -40,14 +42,14 @@ def launch(ranks: int, device: str, options: ParallelRunOptions) -> int:
 
 
 def started_by_torchrun() -> int | None:
-    """How many processes, of which this is one; None if this is not."""
+    """Return the number of processes that torchrun started; None outside torchrun."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def rank_of(
     device: str, options: ParallelRunOptions, init_method: str = "env://", rank: int = -1, size: int = -1
 ) -> int:
-    """One of the processes; what it is comes from the environment, as torchrun sets it, or from the arguments."""
+    """Run as one rank, given by the arguments or by torchrun's environment variables."""
     rank = int(os.environ["RANK"]) if rank < 0 else rank
     size = int(os.environ["WORLD_SIZE"]) if size < 0 else size
     if device == "cuda":

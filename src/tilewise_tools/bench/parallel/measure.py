@@ -1,4 +1,4 @@
-"""The clock of all ranks together, the memory gauge, a mesh that sends nothing, and the speed of transfers."""
+"""Clock over all ranks, memory measurement, a mesh without transfers, and rates of transfers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tilewise_tools.bench.timing import synchronize
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _FEWEST, _MOST = 2, 10  # repetitions
-LONG = 5.0  # seconds
+LONG = 5.0  # seconds; a longer step is measured once
 Sample = tuple[float, float, float]  # seconds of a forward, of a backward, and of both
 
 
 class Team:
-    """This process among the others."""
+    """This process's rank and its communication with the others."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
@@ -31,17 +31,17 @@ class Team:
         self._token = torch.zeros(1, device=self.device)
 
     def meet(self) -> None:
-        """Wait for all: on a GPU its stream waits, and the host does not."""
+        """Wait for all ranks; on a GPU the stream waits, without host synchronization."""
         dist.all_reduce(self._token, group=self.mesh.get_group())
 
     def tell(self, found: Any, source: int = 0) -> Any:
-        """What ``source`` has found, on every rank; those that wait do nothing else."""
+        """Broadcast the object ``found`` of rank ``source`` to every rank."""
         box = [found]
         dist.broadcast_object_list(box, src=source, group=self.mesh.get_group(), device=self.device)
         return box[0]
 
     def all(self, mine: Any) -> list[Any]:
-        """What each rank has found."""
+        """Gather the object ``mine`` of each rank."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self.mesh.get_group())
         return found
@@ -82,9 +82,11 @@ def samples(
     step: Step, device: torch.device, seconds: float, *, meet: Callable[[], None] = lambda: None,
     agreed: Callable[[int], int] = lambda count: count,
 ) -> list[Sample]:  # fmt: skip
-    """After repetitions that are not counted: the first, in which something may be compiled, and another one if it took
-    long; of what then takes `LONG` one counts. meet: before each. agreed: of how many each rank would make, how many
-    all make."""
+    """Return samples of a step after one or two warm-up repetitions, which may compile.
+
+    A step longer than `LONG` is sampled once. ``meet``: called before each repetition. ``agreed``: turns this rank's
+    number of repetitions into the number for all ranks.
+    """
     count = 0
     for _ in range(2):
         meet()
@@ -101,7 +103,7 @@ def samples(
 
 
 def slowest(ranks: Sequence[list[Sample]]) -> list[Sample]:
-    """Of each repetition the time of the rank that took longest."""
+    """Return the slowest rank's time of each repetition."""
     repetitions = zip(*ranks, strict=True)
     columns = [[max(times) for times in zip(*rows, strict=True)] for rows in repetitions]
     return [(forward, backward, both) for forward, backward, both in columns]
@@ -113,7 +115,7 @@ def step_of(prepare: Callable[[dict[str, Tensor]], Callable[[], Tensor]], x: dic
 
 
 def held(device: torch.device) -> int:
-    """Bytes that are allocated, after what nobody needs is gone; 0 on a CPU."""
+    """Return the allocated bytes after garbage collection; 0 on a CPU."""
     gc.collect()
     if device.type != "cuda":
         return 0
@@ -123,7 +125,7 @@ def held(device: torch.device) -> int:
 
 
 def peak_bytes(step: Step, device: torch.device, before: int) -> int | None:
-    """The most that a step holds at a time, with its inputs and gradients, beyond ``before``; None on a CPU."""
+    """Return the peak memory of a step, with inputs and gradients, beyond ``before``; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -133,12 +135,14 @@ def peak_bytes(step: Step, device: torch.device, before: int) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-MOST_CTAS = 8  # of a collective of NCCL, as docs/distributed.md recommends
+MOST_CTAS = 8  # per NCCL collective, see docs/distributed.md
 
 
 def quick_lanes(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of the same ranks whose collectives go before kernels and take few multiprocessors. For every rank to
-    call; other transports have no such choice."""
+    """Return a mesh of the same ranks whose collectives have high priority and use few SMs.
+
+    Every rank must call it. Returns ``mesh`` itself unless its backend is NCCL.
+    """
     if dist.get_backend(mesh.get_group()) != "nccl":
         return mesh
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -147,8 +151,10 @@ def quick_lanes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def silent(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of the same ranks whose transfers do nothing: each rank computes what it would with numbers that are not
-    the others', and waits for nobody. For every rank to call."""
+    """Return a mesh of the same ranks whose transfers do nothing: each rank computes on arbitrary data.
+
+    Every rank must call it.
+    """
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers it
 
     group = dist.new_group(backend="fake")
@@ -156,19 +162,19 @@ def silent(mesh: DeviceMesh) -> DeviceMesh:
 
 
 class Transfers(NamedTuple):
-    """Bytes that each rank sends in a second, of which as many come in: of collectives of ``bytes`` in all."""
+    """Bytes per second that each rank sends (and receives), in collectives of ``bytes`` bytes in total."""
 
     bytes: int
     all_reduce: float  # NCCL's bus bandwidth: 2 (N - 1) / N of the tensor
     all_gather: float
     reduce_scatter: float
     all_to_all: float
-    ring: float  # to the next rank and from the one before, at a time
+    ring: float  # to the next rank, while receiving from the previous one
     latency_s: float  # of an all_reduce of one number
 
 
 def transfers(team: Team) -> Transfers:
-    """256 MiB in 16 bits on GPUs, 1 MiB on CPUs."""
+    """Measure the rates of transfers, with 256 MiB (bfloat16) on GPUs and 1 MiB (float32) on CPUs."""
     size, device, group = team.size, team.device, team.mesh.get_group()
     total = (256 << 20) if device.type == "cuda" else (1 << 20)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -197,7 +203,7 @@ def transfers(team: Team) -> Transfers:
 
 
 def _seconds(team: Team, step: Callable[[], object], repeats: int = 10) -> float:
-    """Of one, of the slowest rank."""
+    """Return the mean time of a step on the slowest rank, in seconds."""
     step()
     synchronize(team.device)
     team.meet()
@@ -210,6 +216,6 @@ def _seconds(team: Team, step: Callable[[], object], repeats: int = 10) -> float
 
 
 def errors(case: ParallelCase, found: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, float]:
-    """Of o and each gradient: the norm of the difference over that of the right answer."""
+    """Return |found - right| / |right| of o and each gradient."""
     names = ["o", *(f"d{name}" for name in case.shapes())]
     return {name: float((x.double() - y).norm() / y.norm()) for name, x, y in zip(names, found, right, strict=True)}

@@ -1,7 +1,6 @@
-"""Predict a run's causal cases on other numbers of ranks from its measurements, by `scaling`.
+"""Predict a run's causal cases on other numbers of ranks from its measured speeds, by `scaling`.
 
-Nothing here is measured but the speeds that go in. The run's own number of ranks is predicted too, and stands beside
-what was measured, so that a reader sees how far arithmetic goes.
+The run's own number of ranks is predicted too, next to the measured time, to show the accuracy.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from tilewise_tools.bench.parallel.results import ONE, ParallelResults
 from tilewise_tools.bench.parallel.scaling import Machine, Prediction, predict, predict_two_axes
 
 RANKS = (2, 4, 8, 64)
-# Which transfer each method's bytes go by: gradients of gathered keys are scattered as fast as keys are gathered.
+# The transfer rate of each method. Gradients of gathered keys are assumed to be scattered as fast as keys are gathered.
 _RATES = {"all_gather": "all_gather", "ring": "ring", "all_to_all": "all_to_all"}
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """measured_s: of the same case, method and number of ranks, in the run."""
+    """A prediction, and ``measured_s``, the run's time of this case, method and number of ranks, if any."""
 
     case: str
     prediction: Prediction
@@ -29,8 +28,10 @@ class Scaled:
 
 
 def machine_of(results: ParallelResults, case: ParallelCase, across: float | None = None) -> Machine | None:
-    """What the run has measured on one process; None if it has not. across: bytes a second that a rank sends to another
-    host, where that is less."""
+    """Return the speeds that the run measured, or None without a measurement on one process.
+
+    ``across``: upper limit of the rates in bytes/s, for ranks on different hosts.
+    """
     one = results.row(case.name, ONE)
     if one is None or one.forward is None or one.backward is None:
         return None
@@ -45,7 +46,7 @@ def machine_of(results: ParallelResults, case: ParallelCase, across: float | Non
 
 
 def _efficiency(results: ParallelResults, case: ParallelCase) -> float:
-    """Of a rank's local calls without transfers beside one process's, the best method's; 1 where none was measured."""
+    """Return the best method's efficiency without transfers, relative to one process; 1 if not measured."""
     one = results.row(case.name, ONE)
     quiet = [row.silent.median_s for row in results.rows if row.case == case.name and row.silent is not None]
     if one is None or one.both is None or not quiet:
@@ -54,7 +55,7 @@ def _efficiency(results: ParallelResults, case: ParallelCase) -> float:
 
 
 def scaled(results: ParallelResults, across: float | None = None, within: int = 8) -> list[Scaled]:
-    """within: ranks of one host, beyond which ``across`` counts."""
+    """Return predictions for all causal cases; ``across`` applies beyond ``within`` ranks, those of one host."""
     found = []
     for case in results.cases:
         if case.kind != "causal":

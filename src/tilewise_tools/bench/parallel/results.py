@@ -1,4 +1,4 @@
-"""What came out of a run of several processes: dataclasses, their JSON, and the table."""
+"""Results of a run with several processes: dataclasses, their JSON and the table."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ class ParallelRow:
     """One provider on one case.
 
     Attributes:
-        outcome: "measured"; "failed", also for a wrong answer; "declined", not tried; "not run", for want of time.
-        errors: of o and of each gradient of a short sequence of the case: the norm of the difference over the norm.
-        forward, backward, both: of the slowest rank in each repetition.
-        silent: as ``both``, of the same local calls with transfers that do nothing.
-        memory_bytes: the most that a rank holds at a time, its inputs and gradients included.
-        sent_bytes: of each rank, forward and backward, as `explain_context_parallel` counts them.
-        first_call_s: of a short sequence: compilation where caches on disk lack it.
-        communication_s, alone_s: of rank 0 in one profiled step: how long transfers ran, and with nothing beside them.
+        outcome: "measured"; "failed", also if results are wrong; "declined", not supported; "not run", no time left.
+        errors: relative errors (norms) of o and of each gradient, for a short sequence.
+        forward, backward, both: time of the slowest rank in each repetition.
+        silent: like ``both``, but with transfers that do nothing.
+        memory_bytes: largest peak of a rank, with inputs and gradients.
+        sent_bytes: bytes sent by each rank in forward and backward, see `explain_context_parallel`.
+        first_call_s: time of the first call, for a short sequence, with compilation unless cached on disk.
+        communication_s: duration of transfers in one profiled step of rank 0.
+        alone_s: the part of ``communication_s`` without concurrent computation.
     """
 
     case: str
@@ -51,13 +52,13 @@ class ParallelRow:
 
     @property
     def exposed_s(self) -> float | None:
-        """What transfers cost: the time with them less the time without."""
+        """Time with transfers minus the time without, in seconds."""
         return None if self.both is None or self.silent is None else self.both.median_s - self.silent.median_s
 
 
 @dataclass(frozen=True)
 class ParallelResults:
-    """One run on one machine; commit to versions: as `tilewise_tools.bench.results.ParallelResults` has them."""
+    """One run on one machine; `tilewise_tools.bench.results.Results` defines commit to versions."""
 
     commit: str
     changed_files: list[str]
@@ -77,7 +78,7 @@ class ParallelResults:
         return next((row for row in self.rows if (row.case, row.provider) == (case, provider)), None)
 
     def ideal(self, row: ParallelRow) -> float | None:
-        """One process's time over N times this one's: 1 is N times as fast."""
+        """Return one process's time divided by N times the row's time; 1 is linear speedup."""
         one = self.row(row.case, ONE)
         if one is None or one.both is None or row.both is None:
             return None
@@ -91,20 +92,20 @@ class ParallelResults:
 
 
 def timings(samples: list[Sample]) -> dict[str, Timing]:
-    """Of forward, backward and both."""
+    """Return the timings of forward, backward and both."""
     columns = zip(*samples, strict=True)
     return {name: summary(list(x)) for name, x in zip(("forward", "backward", "both"), columns, strict=True)}
 
 
 def write(results: ParallelResults, path: Path) -> None:
     document = {"schema": SCHEMA, "kind": KIND, **asdict(results), "transfers": results.transfers._asdict()}
-    for row in document["rows"]:  # a wrong answer may be NaN, which JSON has not
+    for row in document["rows"]:  # errors may be NaN, which JSON does not have
         row["errors"] = {name: error if math.isfinite(error) else None for name, error in row["errors"].items()}
     write_document(document, path)
 
 
 def read(path: Path) -> ParallelResults:
-    """The results in ``path``, of several runs the first. Raises OSError, or ResultsError for something else."""
+    """Return the results in ``path``, the first if it has several runs. Raise OSError or ResultsError."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -138,17 +139,17 @@ def read(path: Path) -> ParallelResults:
 
 
 HEAD = (
-    f"{'case':16} {'who':26} {'forward':>9} {'backward':>9} {'both ms':>9} {'of ideal':>8} {'exposed':>8} {'alone':>8} "
-    f"{'sent MiB':>12} {'memory':>7}"
+    f"{'case':16} {'provider':26} {'forward':>9} {'backward':>9} {'both ms':>9} {'of ideal':>8} {'exposed':>8} "
+    f"{'alone':>8} {'sent MiB':>12} {'memory':>7}"
 )
 FOOT = """
-times: ms, medians of the slowest rank. of ideal: one process's time over N times this one's. exposed: what transfers
-cost, by a run without. alone: how long nothing ran beside a transfer, in one profiled step of rank 0. memory: the most
-that a rank holds, over what one process does."""
+times: ms, medians of the slowest rank. of ideal: one process's time over N times this one's. exposed: time with
+transfers minus time without. alone: time of transfers without concurrent kernels, in one profiled step of rank 0.
+memory: peak of a rank over the peak of one process."""
 
 
 def line(results: ParallelResults, row: ParallelRow) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     start = f"{row.case:16} {row.provider:26}"
     if row.both is None or row.forward is None or row.backward is None:
         return f"{start} {row.outcome}: {row.reason}"

@@ -1,7 +1,7 @@
-"""The loop over cases and providers, which every rank runs alike; rank 0 keeps what is found.
+"""The loop over cases and providers, which every rank executes; rank 0 keeps the results.
 
-One process's time is rank 0's alone, while the others wait. Every provider is held to the right answer of a short
-sequence before its first measurement, and all ranks agree on whether it failed.
+Rank 0 alone measures one process, while the others wait. Every provider is checked on a short sequence before its
+first measurement, and all ranks agree on whether it failed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from tilewise_tools.bench.timing import Clock, calibrate, summary
 
 _ROUNDS = {"cuda": 2, "cpu": 1}
 _SECONDS = {"cuda": 0.8, "cpu": 0.2}  # of each measurement
-# How much further from the right answer than one process a rank may be, and what is always forgiven.
+# Allowed error: factor times the error of one process plus slack.
 _FACTOR, _SLACK = 2.0, {"bfloat16": 1e-3, "float32": 1e-6}
 
 
 @dataclass(frozen=True)
 class ParallelRunOptions:
-    """
+    """Options of a run.
+
     Attributes:
-        cases, providers: parts of the names to take; empty takes all.
-        budget: seconds after which nothing new is begun.
-        commit: the commit that is measured, where there is no git.
-        quick: the shortest sequences alone.
-        json: the file for the results, written after every case. plot: the folder for timelines.
+        cases, providers: substrings of the names to measure; empty for all.
+        budget: seconds after which nothing new starts.
+        commit: commit to record if there is no git checkout.
+        quick: True for only the shortest sequences.
+        json: file for the results, written after every case.
+        plot: folder for timelines.
     """
 
     cases: tuple[str, ...] = ()
@@ -51,7 +53,7 @@ class ParallelRunOptions:
 
 
 def chosen(options: ParallelRunOptions, device: str, ranks: int) -> tuple[list[ParallelCase], list[ParallelProvider]]:
-    """Raise a UsageError for a name that there is not."""
+    """Return the selected cases and providers; raise a UsageError for an unknown name."""
 
     def choose(option: str, parts: tuple[str, ...], names: list[str]) -> set[str]:
         for part in parts:
@@ -67,7 +69,7 @@ def chosen(options: ParallelRunOptions, device: str, ranks: int) -> tuple[list[P
 
 @dataclass
 class _Found:
-    """Of one provider on one case, so far."""
+    """Measurements so far of one provider on one case."""
 
     row: ParallelRow
     samples: list[measure.Sample] = field(default_factory=list)
@@ -75,7 +77,7 @@ class _Found:
 
 
 def run(options: ParallelRunOptions, mesh: DeviceMesh, say: Callable[[str], None] = print) -> ParallelResults | None:
-    """Measure; every rank of ``mesh`` calls it, and rank 0 gets the results, to which ``say`` is its line of each."""
+    """Measure on every rank of ``mesh``; return the results on rank 0, which calls ``say`` with each line."""
     found = _ParallelRun(options, mesh, say)
     found.measure_all()
     return found.results if found.team.rank == 0 else None
@@ -105,11 +107,11 @@ class _ParallelRun:
         )  # fmt: skip
 
     def spent(self) -> bool:
-        """Rank 0 says it for all."""
+        """True if the budget is spent, by rank 0's clock."""
         return bool(self.team.tell(time.monotonic() - self.began > self.options.budget))
 
     def measure_all(self) -> None:
-        """Tilewise on every case before PyTorch on any, so that what runs out of time is PyTorch."""
+        """Measure all stages: tilewise on every case before PyTorch on any, in case the budget ends."""
         one = ParallelProvider(ONE, lambda case, x, mesh: alone(case, x), lambda case, mesh: None)
         for stage in sorted({x.stage for x in self.crew} | {one.stage}):
             crew = [x for x in (one, *self.crew) if x.stage == stage]
@@ -151,7 +153,7 @@ class _ParallelRun:
             self.say(f"picture: {path}")
 
     def _guarded(self, now: _Found, work: Callable[[], None]) -> None:
-        """What fails on one rank has failed on all."""
+        """Run ``work``; a failure on one rank counts as a failure on all."""
         words: tuple[str, str] | None = None
         try:
             work()
@@ -170,13 +172,13 @@ class _ParallelRun:
         return self.own_mesh if provider.ours else self.team.mesh
 
     def _prepared(self, case: ParallelCase, provider: ParallelProvider) -> _Found:
-        """Declined, or right on a short sequence."""
+        """Return a row that is declined, or the result of the check on a short sequence."""
         reason = provider.declines(case, self.team.mesh)
         if reason is not None:
             return _Found(ParallelRow(case.name, provider.name, "declined", reason))
         short = case.small(self.team.size)
         known = self.checked.get((short, provider.name))
-        if known is not None:  # of a longer sequence
+        if known is not None:  # a case with the same short sequence
             return _Found(replace(known, case=case.name))
         now = _Found(ParallelRow(case.name, provider.name, "measured"))
         if self.spent():
@@ -241,7 +243,7 @@ class _ParallelRun:
                 taken = measure.samples(
                     quiet, self.device, seconds / 3, meet=team.meet, agreed=lambda n: min(team.all(n))
                 )
-            except stopped as error:  # what sends nothing stops on all ranks alike
+            except stopped as error:  # without transfers, all ranks stop alike
                 self.say(f"{case.name} {provider.name}: no time without transfers: {_words(error)}")
                 taken = []
             now.silent += measure.slowest(team.all(taken))

@@ -1,14 +1,14 @@
-"""How long a call would take on R ranks, from the speed of one and the rates of transfers: arithmetic, nothing is run.
+"""Predicted time of a call on R ranks, from one rank's speed and the rates of transfers.
 
-Bytes and FLOPs are those of `explain_context_parallel`. A method computes in stages, and while it computes one it
-transfers what the next needs; with c seconds of products and x of transfers in n stages each, it takes
+Bytes and FLOPs are those of `explain_context_parallel`. A method computes in stages and overlaps each stage with the
+transfer for the next. With c seconds of compute and x seconds of transfers, the time is
 
-    gathered in n parts     x/n + (n - 1) max(c/n, x/n) + c/n       the first part is waited for
-    ring of R ranks         (R - 1) max(c/R, x/(R - 1)) + c/R       the first part is there; of a backward, and the
-                                                                    gradients' last way home
+    all_gather in n groups  x/n + (n - 1) max(c/n, x/n) + c/n       the first transfer is exposed
+    ring of R ranks         (R - 1) max(c/R, x/(R - 1)) + c/R       the first part is local; the backward adds the last
+                                                                    transfer of gradients to their rank
     all_to_all              x + c
 
-and what that is more than c is exposed.
+Time beyond c is exposed communication.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ from tilewise.distributed.plan import make_plan
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured. FLOP/s of one rank's products, forward and backward, of the whole sequence; bytes a second that
-    a rank sends in each method; seconds that a transfer takes whatever its size. efficiency: of a rank's products
-    beside those of the whole sequence, 1 where parts are computed as fast."""
+    """Measured speeds.
+
+    Attributes:
+        forward_flops, backward_flops: FLOP/s of one rank on the whole sequence.
+        rates: bytes/s that a rank sends, for each method.
+        latency_s: latency of a transfer in seconds.
+        efficiency: speed of a rank on its part relative to the whole sequence.
+    """
 
     forward_flops: float
     backward_flops: float
@@ -39,8 +44,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one method on so many ranks: seconds of a forward and backward of the busiest, those of its products, those of
-    its transfers, and what part of ideal that is: one rank's time over R times this."""
+    """Predicted time of one method on ``ranks`` ranks.
+
+    Attributes:
+        seconds: forward and backward of the busiest rank.
+        compute_s, transfer_s: its compute and its transfers.
+        of_ideal: one rank's time divided by ``ranks`` times ``seconds``.
+    """
 
     method: str
     ranks: int
@@ -58,13 +68,13 @@ def predict(
     q: Tensor, k: Tensor, v: Tensor, ranks: int, machine: Machine, *, causal: bool = False,
     load_balancer: LoadBalancer = None, stages: int | None = None,
 ) -> list[Prediction]:  # fmt: skip
-    """Of every method that can run the call.
+    """Predict every method that supports the call.
 
     Args:
-        q, k, v: the whole sequence's, (B, H, S, D), (B, Hkv, S, D) and (B, Hkv, S, Dv); their numbers are not looked
-            at, so that they may be on the meta device.
-        ranks: how many, which divide S as `shard` needs it.
-        stages: in how many groups of heads keys and values are gathered; by default as many as a call takes.
+        q, k, v: whole tensors (B, H, S, D), (B, Hkv, S, D) and (B, Hkv, S, Dv); only shapes and dtypes are used, so
+            that they may be on the meta device.
+        ranks: number of ranks; S must be divisible as for `shard`.
+        stages: number of head groups in which all_gather gathers keys and values; default: the call's own.
     """
     split = Split(ranks, 1 if load_balancer is None else 2)
     shards = [torch.empty(_part(x, ranks), dtype=x.dtype, device="meta").requires_grad_() for x in (q, k, v)]
@@ -100,8 +110,10 @@ def predict_two_axes(
     q: Tensor, k: Tensor, v: Tensor, across: int, inside: int, machine: Machine, *, causal: bool = False,
     load_balancer: LoadBalancer = None, across_rate: float | None = None,
 ) -> Prediction:  # fmt: skip
-    """Of a mesh of (across, inside) ranks: ``inside`` ranks trade rows for heads, and wait for it; across goes a ring.
-    across_rate: bytes a second that a rank sends there, where that is another than within."""
+    """Predict a mesh of (across, inside) ranks: an all-to-all of heads inside, a ring across.
+
+    The all-to-all is exposed. ``across_rate``: bytes/s of the ring, if it differs from ``machine``'s.
+    """
     H, S = q.shape[1:3]
     if H % inside or k.shape[1] % inside:
         raise ValueError(f"inside: must divide {H} query and {k.shape[1]} key/value heads, got {inside}")
@@ -119,7 +131,7 @@ def predict_two_axes(
 
 
 def _alone(flops: float, machine: Machine) -> float:
-    """One rank's time for the forward's FLOPs and the backward's."""
+    """Return one rank's time for forward and backward, in seconds; ``flops``: of the forward."""
     return flops / machine.forward_flops + 2.5 * flops / machine.backward_flops
 
 

@@ -1,4 +1,4 @@
-"""Who computes a case: a forward whose gradients are asked for, from this rank's tensors or from whole ones."""
+"""Providers: differentiable forwards of a case, from this rank's shards or from whole tensors."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ Forward = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class ParallelProvider:
-    """
+    """One implementation of context parallelism.
+
     Attributes:
-        name: as the table has it.
-        prepare: ``(case, leaves, mesh)`` to a forward; leaves are this rank's shards, of a head and a tail each.
-        declines: ``(case, mesh)`` to why it cannot compute the case, or None.
-        context: within which forward and backward run.
-        ours: tilewise's, whose transfers can be left out.
-        stage: those of a later one are measured after all cases of the earlier ones.
-        once: measured in one round: each compiles anew.
+        name: name in the table.
+        prepare: (case, leaves, mesh) -> forward; leaves are this rank's shards, balanced by `BALANCER`.
+        declines: (case, mesh) -> reason why it does not support the case, or None.
+        context: (case, mesh) -> context manager around forward and backward.
+        ours: True for methods of tilewise, which are measured without transfers, too.
+        stage: a stage starts after all cases of the previous stages.
+        once: True to measure a single round, because each round compiles again.
     """
 
     name: str
@@ -51,7 +52,7 @@ class ParallelProvider:
 
 
 def alone(case: ParallelCase, x: Leaves, backend: str | None = None) -> Forward:
-    """One process has the whole sequence."""
+    """Return the forward of one process on the whole sequence."""
     if case.kind == "packed":
         cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=x["q"].device)
         longest = max(case.lengths)
@@ -80,14 +81,17 @@ def _ours(method: str, balancer: str | None = BALANCER) -> Callable[[ParallelCas
 
 
 def part_of(case: ParallelCase, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's shard of a whole tensor: a head and a tail, of a packed batch of each sequence."""
+    """Return this rank's shard of a whole tensor: a head and a tail chunk; in a packed batch, of each sequence."""
     if case.kind == "packed":
         return shard(x, mesh, "document", cu_seqlens=case.cu_seqlens)
     return shard(x, mesh, BALANCER, case.axis)
 
 
 def sent_bytes(case: ParallelCase, x: Leaves, mesh: DeviceMesh, method: str) -> tuple[int, int] | None:
-    """Forward and backward, of each rank, as `explain_context_parallel` counts them; None where it does not."""
+    """Return the bytes that each rank sends in forward and backward; None for packed batches.
+
+    Counted by `explain_context_parallel`.
+    """
     if case.kind == "packed":
         return None
     plan = explain_context_parallel(
@@ -110,7 +114,7 @@ def _no_packed(case: ParallelCase, mesh: DeviceMesh) -> str | None:
 
 @cache
 def _mesh_of_two(device: str, ranks: int) -> DeviceMesh:
-    """As many ranks inside as trade heads with the fewest steps around."""
+    """Return a mesh (2, ranks / 2): a ring of two, which has the fewest steps."""
     return init_device_mesh(device, (2, ranks // 2))
 
 
@@ -144,7 +148,7 @@ def _torch_declines(case: ParallelCase, mesh: DeviceMesh) -> str | None:
 
 
 def _torch(repeat: bool) -> Callable[[ParallelCase, Leaves, DeviceMesh], Forward]:
-    """repeat: key/value heads to as many as query heads, in the forward: a ring of the repeated ones."""
+    """Return ``prepare`` of SDPA; ``repeat``: repeat key/value heads in the forward instead of enable_gqa."""
 
     def prepare(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
         group = case.heads // case.kv_heads
@@ -168,7 +172,7 @@ def _torch_context(backend: str) -> Callable[[ParallelCase, DeviceMesh], Abstrac
         from torch.distributed.tensor.experimental import context_parallel
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        # It wants a buffer, to learn the length and the device by; tensors are shards of a head and a tail already.
+        # context_parallel reads length and device from a buffer; the tensors are already sharded.
         buffer = torch.zeros(case.length, device=mesh.device_type)
         with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]), sdpa_kernel(getattr(SDPBackend, backend)):
             yield
@@ -185,15 +189,15 @@ def _flex_declines(case: ParallelCase, mesh: DeviceMesh) -> str | None:
 
 
 def _flex(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
-    """PyTorch gathers k and v in the order of ranks; a score_mod is ours to count places in the whole for."""
+    """Return the forward by FlexAttention; PyTorch gathers k and v in rank order, score_mod maps the positions."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # past its limit of recompilations it would run uncompiled, and unfused
+    torch._dynamo.reset()  # beyond its recompilation limit flex_attention would run uncompiled and unfused
     compiled = torch.compile(flex_attention, dynamic=False)
     gather: Any = inspect.unwrap(context_parallel).__globals__["flex_cp_allgather"]
     device, group = x["q"].device, mesh.get_group().group_name
-    # As PyTorch's balancer of a head and a tail has them.
+    # The order of PyTorch's head-tail load balancer.
     order = shards_of(torch.arange(case.length, device=device), 0, Split(mesh.size(), 2)).flatten()
     mask = _block_mask(order, mesh, create_block_mask)
     score_mod = None
@@ -215,7 +219,10 @@ def _flex(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
 
 
 def _block_mask(order: Tensor, mesh: DeviceMesh, create_block_mask: Callable[..., Any]) -> Any:
-    """Causal, for this rank's queries and all keys in the order of ranks; compiled, so that no matrix is made."""
+    """Return the causal block mask of this rank's queries and all keys in rank order.
+
+    Creation is compiled, which avoids the matrix of all pairs.
+    """
     rows = order.view(mesh.size(), -1)[mesh.get_local_rank()]
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -226,7 +233,7 @@ def _block_mask(order: Tensor, mesh: DeviceMesh, create_block_mask: Callable[...
 
 
 def providers() -> list[ParallelProvider]:
-    """In the order in which they take turns; PyTorch's last."""
+    """Return all providers in the order of the run; PyTorch's are last."""
     found = [
         ParallelProvider("all_gather", _ours("all_gather"), lambda case, mesh: None, ours=True),
         ParallelProvider("ring", _ours("ring"), _no_packed, ours=True),

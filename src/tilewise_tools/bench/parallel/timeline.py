@@ -1,4 +1,4 @@
-"""Which kernels a step ran and when: communication beside computation."""
+"""Times of a step's kernels: communication and computation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from torch.profiler import ProfilerActivity, profile
 LANES = ("communication", "attention", "other")
 COLOURS, DPI = {"communication": "#c2410c", "attention": "#2563eb", "other": "#64748b"}, 120
 _COMMUNICATION = ("nccl", "gloo:")
-# By PyTorch's and tilewise's kernels; on a CPU by operators.
+# Substrings of the names of PyTorch's and tilewise's kernels; on a CPU, of operators.
 _ATTENTION = ("attention", "attn", "flash", "fmha", "sdpa", "forward", "backward", "flex", "tilewise", "process_kernel")
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Of one rank's step. lanes: of each lane the intervals in which something of it ran, in seconds from the first."""
+    """Kernel times of one rank's step.
+
+    Attributes:
+        lanes: for each of `LANES`, the intervals in which such a kernel ran, in seconds from the first kernel.
+    """
 
     provider: str
     case: str
@@ -37,7 +41,7 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Communication during which nothing else ran."""
+        """Seconds of communication without concurrent computation."""
         computing = _union([*self.lanes["attention"], *self.lanes["other"]])
         return _length(_union([*self.lanes["communication"], *computing])) - _length(computing)
 
@@ -60,7 +64,7 @@ def record(step: Callable[[], object], case: str, provider: str, device: torch.d
 
 
 def lanes_of(events: Iterable[dict], device: str) -> dict[str, list[Interval]]:
-    """Of a Chrome trace: kernels and copies of a GPU; on a CPU transfers, and operators of tilewise."""
+    """Return the intervals of a Chrome trace: a GPU's kernels and copies; a CPU's transfers and tilewise operators."""
     found: list[tuple[str, float, float]] = []
     for event in events:
         kind, name = event.get("cat", ""), event.get("name", "")
@@ -85,7 +89,7 @@ def _lane(name: str) -> str:
 
 
 def _union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Those that touch are one."""
+    """Merge intervals that overlap or touch."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -100,7 +104,7 @@ def _length(intervals: Sequence[Interval]) -> float:
 
 
 def draw(timelines: Sequence[Timeline], path: Path, title: str) -> None:
-    """One row of lanes for each, on one scale of milliseconds."""
+    """Draw the timelines below one another, on a common scale in milliseconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
