@@ -1,1 +1,1 @@
-"""Scripts that measure single questions; results that count are kept in the folder benchmarks/results."""
+"""Scripts for single measurements; the folder benchmarks/results has the results that documents cite."""

@@ -1,10 +1,10 @@
-"""Dropout of 0.1 on Hopper, bfloat16, S=4096, by the forward's ways to have its words, in turns.
+"""Dropout of 0.1 on Hopper, bfloat16, S=4096: variants of the forward's random numbers, interleaved.
 
     python -m tilewise_tools.benchmarks.dropout [cases of CASES]
 
-Each line: a case, a variant, the time of the kernels of a pass by CUDA graphs, TFLOP/s, and the share of the speed
-without dropout. Before they are timed variants are held to float64, by a mask that PyTorch makes of the definition:
-their error, and that of unfused PyTorch in bfloat16.
+Each line has a case, a variant, the kernel time of a pass by CUDA graphs, TFLOP/s, and the share of the speed without
+dropout. Before timing, each variant and unfused PyTorch in bfloat16 are compared with float64, with a dropout mask
+that PyTorch computes by definition.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def described(inputs: Inputs, causal: bool) -> Problem:
 
 
 def drawn(batch: int, case: DropoutCase, length: int) -> list[Tensor]:
-    """q, k, v and the gradient of o."""
+    """Return random q, k, v and the gradient of o."""
     shape = batch, case.heads, length, case.head_dim
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
 
@@ -84,7 +84,7 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, do: Tensor) -> 
 
 
 def unfused(inputs: Inputs, do: Tensor, causal: bool, dtype: torch.dtype) -> list[Tensor]:
-    """o and the gradients of q, k and v."""
+    """Return o and the gradients of q, k and v by unfused PyTorch in ``dtype``."""
     q, k, v = leaves = [x.to(dtype).requires_grad_() for x in inputs[:3]]
     at = [torch.arange(n, device="cuda") for n in q.shape[:3]]
     words = dropout.stream(inputs.seed, at[0][:, None, None, None], at[1][:, None, None])
@@ -98,7 +98,7 @@ def unfused(inputs: Inputs, do: Tensor, causal: bool, dtype: torch.dtype) -> lis
 
 
 def held(name: str, case: DropoutCase, seed: Tensor) -> None:
-    """Compare all variants of a case of 1,152 queries, which takes the same kernels, to float64."""
+    """Compare all variants of a case with float64, at 1,152 queries, which run the same kernels."""
     q, k, v, do = drawn(2, case, 1152)
     inputs = Inputs(q, k, v, None, None, seed=seed)
     problem = described(inputs, case.causal)

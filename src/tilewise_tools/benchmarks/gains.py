@@ -1,9 +1,9 @@
-"""What a trainable bias costs: README's picture and table, made from a results file.
+"""The cost of a trainable bias: README's picture and table, generated from a results file.
 
     python -m tilewise_tools.benchmarks.gains     # after a new run: writes docs/images/gains.svg and README.md
 
-The time of a forward and backward and their working memory, S=4096, beside the provider that is named in `OTHER`, in
-the same run. A picture of rectangles and words, so that equal results give equal bytes; a test holds both to the file.
+Both show the time of a forward and backward and their working memory at S=4096, compared with `OTHER` in the same run.
+The picture consists of rectangles and text, so that equal results give equal bytes; a test compares it with the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PICTURE = ROOT / "docs" / "images" / "gains.svg"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- tilewise_tools.benchmarks.gains: begin -->", "<!-- tilewise_tools.benchmarks.gains: end -->"
 OURS, OTHER, OTHER_NAME = "tilewise-hopper", "flex", "FlexAttention"
-# What is said of each case, and what of its name.
+# Label of each case, and its name with the head dimension.
 CASES = {
     "no bias": "dense D{} full S4096",
     "bias (1, H, S, S)": "bias 1HMN D{} S4096",
@@ -29,8 +29,8 @@ HEAD_DIMS = (128, 64)
 
 INK, FAINT, LINE = "#1f2937", "#6b7280", "#e5e7eb"
 COLOURS = {OURS: "#c2410c", OTHER: "#9fb8d4"}
-WIDTH, LABELS, PANEL, GAP = 720, 140, 220, 80  # px: whole, words of the cases, bars of a panel, room for numbers
-TOP, BAR, CASE, GROUP = 86, 12, 36, 22  # px: above the bars, a bar, a case, what parts head dimensions
+WIDTH, LABELS, PANEL, GAP = 720, 140, 220, 80  # px: total, labels of cases, bars of a panel, space for numbers
+TOP, BAR, CASE, GROUP = 86, 12, 36, 22  # px: above the bars, a bar, a case, between head dimensions
 
 
 def row(results: Results, case: str, provider: str) -> Row:
@@ -39,7 +39,7 @@ def row(results: Results, case: str, provider: str) -> Row:
 
 
 def milliseconds(row: Row) -> float:
-    """Of a forward and a backward, the medians."""
+    """Return the sum of the median times of forward and backward."""
     seconds = [timing.median_s for which in PASSES if (timing := row.timing(which)) is not None]
     assert len(seconds) == len(PASSES), row.case
     return 1e3 * sum(seconds)
@@ -51,7 +51,7 @@ def mebibytes(row: Row) -> float:
 
 
 def picture(results: Results) -> str:
-    """Two panels of bars, SVG."""
+    """Return an SVG with two panels of bars."""
     panels = (("Forward + backward, ms", milliseconds, "{:.1f}"), ("Working memory, MiB", mebibytes, "{:.0f}"))
     height = TOP + len(HEAD_DIMS) * (len(CASES) * CASE + GROUP) + 4
     parts = [
@@ -89,7 +89,7 @@ def names() -> list[str]:
 
 
 def places() -> Iterator[tuple[str, int]]:
-    """What each case is called, and where its bars begin, from the top."""
+    """Yield the label of each case and the y coordinate of its bars, in px from the top."""
     for group in range(len(HEAD_DIMS)):
         for n, name in enumerate(CASES):
             yield name, TOP + group * (len(CASES) * CASE + GROUP) + n * CASE
@@ -114,7 +114,7 @@ def dtype(results: Results) -> str:
 
 
 def table(results: Results) -> str:
-    """How many times as fast, and the working memory of both, for README."""
+    """Return README's table of speedups and working memory."""
     head = " | ".join(f"D={d}: forward, backward | MiB, tilewise and {OTHER_NAME}" for d in HEAD_DIMS)
     lines = [f"| S=4096 | {head} |", f"|---|{2 * len(HEAD_DIMS) * '---|'}"]
     for name, case in CASES.items():
@@ -135,7 +135,7 @@ def table(results: Results) -> str:
 
 
 def insert(document: str, made: str) -> str:
-    """The document with a table between its marks."""
+    """Return the document with ``made`` between its markers."""
     before, rest = document.split(BEGIN)
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}"
 

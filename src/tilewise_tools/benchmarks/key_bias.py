@@ -1,10 +1,10 @@
-"""A bias along the keys, with its gradient, beside none, in turns, on one GPU: packed batches and dense ones.
+"""A trainable bias along the keys, compared with no bias on one GPU, interleaved: packed and dense batches.
 
-    python -m tilewise_tools.benchmarks.key_bias            ratios, forward and backward; some 60 s, mostly compiling
-    python -m tilewise_tools.benchmarks.key_bias --forms    the same with other forms of the kernels; some 110 s
+    python -m tilewise_tools.benchmarks.key_bias            ratios, forward and backward; about 60 s, mostly compiling
+    python -m tilewise_tools.benchmarks.key_bias --forms    with other variants of the kernels, too; about 110 s
 
-A packed batch has 32,768 tokens of 52 lognormal lengths, a dense one 4 sequences of 4,096; 2,048 of heads times
-dimensions, bfloat16. Each pass is timed alone, by CUDA events with a flushed L2 cache, all of its kernels together.
+A packed batch has 32,768 tokens of 52 lognormal lengths, a dense one 4 sequences of 4,096; heads * head_dim = 2,048,
+bfloat16. Each pass, with all of its kernels, is timed by CUDA events with a flushed L2 cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TERMS: dict[str, Any] = {"mask": None, "sink": None, "window": None, "dropout_p"
 USUAL: dict[str, Any] = {}
 FORWARDS = {
     "not lazy": {"lazy": False, "sums_by_thread": False},
-    "other sums": {"sums_by_thread": None},  # of the two ways the one that is not taken
+    "other sums": {"sums_by_thread": None},  # None: the opposite of the default
     "Q in shared memory": {"q_in_registers": False, "q_stages": 2},
     "64 keys": {"block_n": 64},
     "bias after Q K^T": {"bias_first": False},
@@ -55,7 +55,7 @@ SHAPES = {str(x): x for x in (Shape(packed, d, causal) for packed in (True, Fals
 
 
 class TimedPass:
-    """The passes of a shape, with or without a bias."""
+    """Forward and backward of a shape, with or without a bias."""
 
     def __init__(self, shape: Shape, biased: bool):
         self.biased = biased
@@ -87,7 +87,7 @@ class TimedPass:
         self.cotangents = Outputs(torch.randn_like(self.outputs.o), None)
 
     def step(self, what: str, form: str) -> Callable[[], Any]:
-        """A pass in a form of `FORWARDS` or `BACKWARDS`, or "" as it is."""
+        """Return a pass in a form of `FORWARDS` or `BACKWARDS`; "" is the default form."""
         if (what, form) in self.steps:
             return self.steps[what, form]
         if what == "forward":
@@ -107,7 +107,7 @@ class TimedPass:
         self.steps[what, form]()
 
     def check(self) -> None:
-        """O of a few sequences, beside PyTorch's."""
+        """Compare o of a few sequences with PyTorch's."""
         q, k, v, bias, *_ = self.inputs
         for rows in self.sequences[:3]:
             scores = q[:1, :, rows].float() @ k[:1, :, rows].float().mT * self.problem.score.scale
@@ -120,7 +120,7 @@ class TimedPass:
 
 
 def with_form(module: Any, name: str, changes: dict[str, Any], step: Callable[[], None]) -> None:
-    """``step`` while the configuration that a launch asks for has changes; None: the contrary of what it is."""
+    """Run ``step`` with ``changes`` to the launch configuration ``module.name``; None negates a value."""
     usual = getattr(module, name)
 
     def config(problem: Problem) -> Any:
@@ -167,9 +167,9 @@ def main() -> None:
     parser.add_argument("--forms", action="store_true")
     parser.add_argument("--shapes", nargs="*", default=[*SHAPES], help="of: " + ", ".join(SHAPES))
     parser.add_argument("--seconds", type=float, default=0.03)
-    parser.add_argument("--compile", action="store_true", help="only that, of one shape")
+    parser.add_argument("--compile", action="store_true", help="only compile, for one shape")
     options = parser.parse_args()
-    if not options.compile:  # all at once, each in a process of its own: what they compile stays in Triton's cache
+    if not options.compile:  # compile in parallel, one process per shape, into Triton's cache
         command = [
             sys.executable,
             "-m",

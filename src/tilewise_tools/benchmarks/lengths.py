@@ -1,4 +1,4 @@
-"""What a call with a new length costs a GPU's host, and what the backward of a tiny one does."""
+"""Host time of a call with a new length on a GPU, and of the backward of a tiny call."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tilewise_tools.benchmarks.turns import Options, in_turns, is_wanted
 GPU = torch.device("cuda")
 COLUMNS = ("new", "met before", "same as before")
 HEADS, DIM, LONGEST = 8, 64, 1024
-# Of one number of tiles, and none that 16 divides: Triton compiles a kernel for them, not for each. Those of WARM come
-# first, in tiles of 64 and 128 that are full and that are not.
+# Lengths with equal numbers of tiles, not divisible by 16, so that Triton compiles once for all. WARM runs first, with
+# full and partial tiles of 64 and 128.
 WARM = (*range(515, 531, 4), *range(579, 595, 4), 576, 640)
 NEW = (*range(531, 576, 4), *range(595, 640, 4))
 Call = Callable[[tuple[Tensor, ...]], Any]
@@ -42,8 +42,10 @@ def inputs_of(kind: str) -> Callable[[int], tuple[Tensor, ...]]:
 
 
 def steps(kind: str) -> dict[str, tuple[AbstractContextManager, Call]]:
-    """Who computes it, and in which context. A band that ends at the last key is SDPA's own where there are as many
-    queries."""
+    """Return (context, call) of each provider.
+
+    With as many queries as keys, tilewise's causal (aligned at the last key) equals SDPA's is_causal.
+    """
     ordered = kind != "decoding"
 
     def theirs(x: tuple[Tensor, ...]) -> Tensor:
@@ -67,7 +69,7 @@ def steps(kind: str) -> dict[str, tuple[AbstractContextManager, Call]]:
 
 
 def microseconds(call: Call, xs: Iterable[tuple[Tensor, ...]], *, twice: bool = False) -> float:
-    """The median of calls before each of which the device is idle; twice: of the second of two."""
+    """Return the median time of calls on an idle device; ``twice``: of the second of two equal calls."""
     times = []
     for x in xs:
         if twice:
@@ -90,7 +92,7 @@ def row_of(call: Call, kind: str) -> list[float]:
 
 
 class _Nothing(torch.autograd.Function):
-    """What the way through autograd costs alone."""
+    """Empty function, to measure autograd's overhead."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -102,7 +104,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def backwards(turns: int) -> dict[str, list[float]]:
-    """Of a tiny call: the backward in the calling thread, and by autograd's own."""
+    """Measure the backward of a tiny call in the calling thread and in autograd's thread, in microseconds."""
     case = tiny("bfloat16", bias=False)
     x = case.inputs(GPU)
     known = {provider.name: provider for provider in providers(GPU)}
@@ -134,8 +136,10 @@ def backwards(turns: int) -> dict[str, list[float]]:
 
 
 def wrong() -> list[str]:
-    """What of new lengths, after others, is further from float64 than twice what the same in the operands' own dtype
-    is: outputs and gradients, causal and where all keys are seen."""
+    """Return the outputs and gradients at new lengths whose error exceeds the tolerance.
+
+    The tolerance is twice the error of unfused bfloat16 against float64; with and without causal.
+    """
     found = []
     for causal in (True, False):
         for n in (128, *WARM[:2], *NEW[:3], *NEW[-3:], 640):

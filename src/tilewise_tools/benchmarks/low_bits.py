@@ -1,10 +1,9 @@
-"""What the low bits of O cost beside dropout, on one GPU: forwards and backwards with and without them, in turns.
+"""Cost of the low bits of O with dropout on one GPU: forward and backward with and without them, interleaved.
 
     python -m tilewise_tools.benchmarks.low_bits
 
-Each line: dropout 0.1 in the Hopper kernels as they are, and with o rounded and nothing kept; milliseconds of a pass,
-and the share of the speed without. The values of both are compared with each other first, and those of rows that see
-one key with what they must be.
+Each line has dropout 0.1 in the Hopper kernels with and without the low bits: milliseconds of a pass, and the share of
+the speed without. Results of both are compared first; rows with one visible key have known gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def made(batch: int, heads: int, length: int, dim: int) -> list[Tensor]:
 
 
 def with_bits(on: bool) -> None:
-    """What is prepared from now on."""
+    """Clear all caches; later calls store the low bits of o only if ``on``."""
     launch.empty_low_bits = empty_low_bits if on else lambda o, problem: None
     dispatch.forwards.clear()
     dispatch.backwards.clear()
@@ -47,7 +46,7 @@ def with_bits(on: bool) -> None:
 
 def milliseconds(step: Callable[[], object], calls: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # so that the host is ahead
+    torch.cuda._sleep(2_000_000)  # lets the host run ahead
     begin.record()
     for _ in range(calls):
         step()
@@ -57,7 +56,7 @@ def milliseconds(step: Callable[[], object], calls: int) -> float:
 
 
 def hold_one_key() -> None:
-    """Gradients of q and k are 0 where a row sees one key."""
+    """Check that dq and dk are 0 in rows with one visible key."""
     for on in (True, False):
         with_bits(on)
         x = made(2, 4, 512, 128)
@@ -71,7 +70,7 @@ def hold_one_key() -> None:
 
 
 class PassTimes:
-    """A call, forward and backward, whose forward keeps the low bits or not."""
+    """Forward and backward of a call, with or without the low bits of o."""
 
     def __init__(self, case: tuple[int, int, int, int, bool]) -> None:
         *shape, self.causal = case

@@ -1,8 +1,8 @@
-"""Masks on one GPU, all gates in one run: blocks, windows, documents and dynamic masks beside dense calls and peers.
+"""Masks on one GPU: blocks, windows, documents and dynamic masks, compared with dense calls and other libraries.
 
     python -m tilewise_tools.benchmarks.masks --json masks.json
 
-Each line is a ratio that is asked for, forward and backward, or of both together where a mask is made in the call.
+Each line has a required ratio, for forward and backward, or for both together if the call creates the mask.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALL_PACKED = {(dim, causal): packed.lognormal_case(dim, causal) for dim in (128,
 WHOLE = {causal: cases.long(LONG, causal) for causal in (True, False)}
 KEPT = {causal: cases.masked("kept 2048", LONG, causal) for causal in (True, False)}
 
-# What is run together, and by whom: the most telling first.
+# (cases, providers) of each run, the most important first.
 PARTS: list[tuple[list[AnyCase], tuple[str, ...]]] = [
     ([*WHOLE.values(), *KEPT.values()], (HOPPER,)),
     ([DENSE, BLOCKS[25, 0]], (HOPPER, TRITON)),
@@ -50,7 +50,7 @@ PARTS: list[tuple[list[AnyCase], tuple[str, ...]]] = [
 
 
 class Gate(NamedTuple):
-    """A ratio that has to come to ``least``; ``both``: of forward and backward together."""
+    """Ratio that must be at least ``least``; ``both``: of forward and backward together."""
 
     what: str
     ratio: Callable[[Pass | None], float | None]
@@ -59,7 +59,7 @@ class Gate(NamedTuple):
 
 
 class MaskTimes:
-    """What the parts of a run have measured."""
+    """Measured times of all parts of a run."""
 
     def __init__(self, parts: list[Results]) -> None:
         self.parts = parts
@@ -75,7 +75,7 @@ class MaskTimes:
         return None
 
     def times(self, case: AnyCase, provider: str, other: AnyCase, by: str) -> Callable[[Pass | None], float | None]:
-        """How many times as fast as ``other`` by somebody, by the part that has both if there is one."""
+        """Return the speedup over ``other`` by provider ``by``, preferably from a part with both."""
 
         def ratio(which: Pass | None) -> float | None:
             for found in (*(MaskTimes([part]) for part in self.parts), self):
@@ -87,7 +87,7 @@ class MaskTimes:
         return ratio
 
     def speed(self, case: AnyCase, other: AnyCase) -> Callable[[Pass | None], float | None]:
-        """Of FLOP/s of visible pairs, by the Hopper backend."""
+        """Return the ratio of FLOP/s of visible pairs to ``other``'s, by the Hopper backend."""
 
         def ratio(which: Pass | None) -> float | None:
             assert which is not None
@@ -144,7 +144,7 @@ def table(found: MaskTimes) -> list[str]:
 
 
 def kernels(case: AnyCase) -> None:
-    """What a forward and backward launch, the longest first, a table of PyTorch's profiler."""
+    """Print the kernels of a forward and backward by PyTorch's profiler, the longest first."""
     device = torch.device("cuda")
     who = VARLEN if case in PACKED.values() else HOPPER
     steps = next(p for p in providers(device) if p.name == who).prepare(case, case.inputs(device))
@@ -155,7 +155,7 @@ def kernels(case: AnyCase) -> None:
         steps.backward(steps.forward())
         torch.cuda.synchronize()
     ordered = sorted(found.key_averages(), key=lambda x: -x.device_time_total)
-    # The table has what the host calls to launch them, too.
+    # Excludes the host's launch calls.
     ordered = [x for x in ordered if x.device_type == DeviceType.CUDA]
     print(f"{case.name}: {sum(x.device_time_total for x in ordered):.0f} us, {sum(x.count for x in ordered)} launches")
     for x in ordered[:14]:
@@ -163,17 +163,17 @@ def kernels(case: AnyCase) -> None:
 
 
 def chosen(word: str) -> list[tuple[list[AnyCase], tuple[str, ...]]]:
-    """The parts that have a case with ``word`` in its name, whole: its ratios need what is beside it."""
+    """Return the parts with a case that has ``word`` in its name, with all of their cases for the ratios."""
     return [part for part in PARTS if any(word in case.name for case in part[0])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write what was measured")
-    parser.add_argument("--budget", type=float, default=190.0, metavar="SECONDS", help="nothing is begun after it")
-    parser.add_argument("--commit", default="", help="the commit that is measured, where there is no git")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
+    parser.add_argument("--budget", type=float, default=190.0, metavar="SECONDS", help="nothing new starts after it")
+    parser.add_argument("--commit", default="", help="commit to record, if there is no git checkout")
     parser.add_argument(
-        "--cases", default="", metavar="WORD", help="only what has this in its name, as kept, documents"
+        "--cases", default="", metavar="WORD", help="only cases with this in their names, such as kept, documents"
     )
     parser.add_argument("--kernels", action="store_true", help="only list the kernels of dynamic masks")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The CPU's attention and softmax beside PyTorch's."""
+"""Attention and softmax on a CPU, compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")  # on Linux
 
 @dataclass(frozen=True)
 class CpuCase:
-    """``length`` queries and keys of dimension 64 a head. ``gate``: how many of our times SDPA's must be, at least."""
+    """``length`` queries and keys, head dimension 64. ``gate``: required speedup over SDPA."""
 
     name: str
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class CpuCase:
     backward: bool = True
 
 
-# Within 5% of SDPA without a bias gradient; faster by a half, and in bfloat16 by 2.5, with one.
+# Within 5% of SDPA without a bias gradient; 1.5 times as fast with one, 2.5 times in bfloat16.
 CASES = (
     CpuCase("forward, float32", torch.float32, 1 / 1.05, backward=False),
     CpuCase("forward, bfloat16", torch.bfloat16, 1 / 1.05, backward=False),
@@ -63,7 +63,7 @@ CASES = (
 
 
 def attention_inputs(case: CpuCase, length: int) -> list[Tensor]:
-    """q, k, v, dO and the bias if there is one, made without a temporary that the memory's peak would remember."""
+    """Return q, k, v, dO and the bias if any, created without temporaries, which would raise the peak memory."""
     torch.manual_seed(0)
     shapes = [(case.batch, case.heads, length, 64)] * 4
     if case.bias_batch is not None:
@@ -72,7 +72,7 @@ def attention_inputs(case: CpuCase, length: int) -> list[Tensor]:
 
 
 def attention_step(case: CpuCase, implementation: str, tensors: list[Tensor]) -> Step:
-    """One forward, or one forward and backward, that returns the output and the gradients."""
+    """Return a forward, or a forward and backward, that returns the output and the gradients."""
     q, k, v, do, *rest = tensors
     leaves = [x.detach().requires_grad_(case.backward) for x in (q, k, v, *rest)]
     bias = leaves[3] if rest else None
@@ -88,15 +88,15 @@ def attention_step(case: CpuCase, implementation: str, tensors: list[Tensor]) ->
 
 
 def peak_memory() -> int:
-    """The resident set's peak since the last call, in bytes."""
+    """Return the peak of the resident set since the last call, in bytes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    CLEAR_REFS.write_text("5")  # the peak starts again from what is resident now
+    CLEAR_REFS.write_text("5")  # resets the peak to the current resident set
     return int(fields["VmHWM"].split()[0]) * 1024
 
 
 def extra_memory(case: CpuCase, implementation: str, length: int) -> int:
-    """Bytes that the peak of this process gains in a step beyond what the step returns. For a fresh process only."""
-    attention_step(case, implementation, attention_inputs(case, 64))()  # what a first call loads is no working memory
+    """Return the increase of this fresh process's peak memory in a step, minus the step's results, in bytes."""
+    attention_step(case, implementation, attention_inputs(case, 64))()  # excludes what the first call loads
     tensors = attention_inputs(case, length)
     run = attention_step(case, implementation, tensors)
     peak_memory()
@@ -112,7 +112,7 @@ def extra_memory_in_child(case: CpuCase, implementation: str, length: int, threa
 
 
 def memory_of(name: str, implementation: str, length: str, threads: int) -> int:
-    """What `extra_memory_in_child` asks for."""
+    """Run `extra_memory` in the child of `extra_memory_in_child`."""
     torch.set_num_threads(threads)
     return extra_memory(next(case for case in CASES if case.name == name), implementation, int(length))
 
@@ -185,7 +185,7 @@ SOFTMAX_CASES: tuple[tuple[str, tuple[int, ...], int, tuple[str, ...]], ...] = (
 
 
 def torch_softmax(x: Tensor, *, scale: float, bias: Tensor | None, mask: Tensor | None, dim: int) -> Tensor:
-    """What a user would write."""
+    """Compute scale, bias, mask and softmax with torch operators, as a user would."""
     s = x if scale == 1 else x * scale
     s = s if bias is None else s + bias
     s = s if mask is None else s.masked_fill(~mask, -torch.inf)

@@ -1,4 +1,4 @@
-"""A GPU's host, products and softmax beside PyTorch's, and their kernels in other configurations."""
+"""Host time, matrix products and softmax on a GPU, compared with PyTorch and with other configurations."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def product_with(a: Tensor, b: Tensor, c: Tensor | None, **changes: int) -> Step:
-    """The Hopper kernel in a configuration that it does not choose by itself."""
+    """Return a step by the Hopper kernel with changes to its default configuration."""
     product, y = describe(a, b, c, ()), a.new_empty(a.shape[0], b.shape[1])
     assert product is not None
     launch = hopper.prepare(product, a, b, c, y, 1.0, 1.0, replace(hopper_config(product), **changes))
@@ -95,7 +95,7 @@ def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> Step:
 
 
 def product_cases() -> Iterator[tuple[str, float, float | None, Step, Step]]:
-    """Name, FLOP, gate, our step, torch's."""
+    """Yield (name, FLOP, gate, tilewise's step, torch's step)."""
     for n, gate in ((4096, 0.97), (8192, 0.97), (2048, None), (1024, None)):
         a, b = normal(n, n), normal(n, n)
         yield f"{n}³", 2 * n**3, gate, lambda a=a, b=b: (matmul(a, b),), lambda a=a, b=b: (a @ b,)
@@ -124,7 +124,7 @@ def product_cases() -> Iterator[tuple[str, float, float | None, Step, Step]]:
         ours,
         gradients(lambda a, b, c: torch.addmm(c, a, b), a, b, c),
     )
-    # Its two products one by one, each of 128 tiles and 128 steps, with what may help where all tiles run at once.
+    # The two products of the backward, each of 128 tiles and 128 steps, with variants for all tiles running at once.
     dy = normal(8192, 8192)
     for name, x, y in ((" dA, 8192 × 512", dy, b.mT), (" dB, 512 × 8192", a.mT, dy)):
         theirs = lambda x=x, y=y: (x @ y,)  # noqa: E731
@@ -175,7 +175,7 @@ def products(options: Options) -> dict[str, Any]:
 
 LENGTHS = (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17)
 BYTES = 1 << 30  # of a tensor
-# By backward: columns of a program, warps and registers of a thread, by which more bytes are on their way.
+# For forward (False) and backward (True): columns per program, warps, registers per thread; for more bytes in flight.
 REGISTERS: dict[bool, tuple[tuple[int, int, int | None], ...]] = {
     False: ((8192, 2, 128), (16384, 4, 128), (8192, 4, 64), (4096, 1, 128), (4096, 2, 64), (4096, 1, 112),
             (4096, 1, 104), (2048, 1, 64)),
@@ -186,9 +186,9 @@ REGISTERS: dict[bool, tuple[tuple[int, int, int | None], ...]] = {
 def softmax_variants(
     length: int, itemsize: int, backward: bool, processors: int, registers: bool
 ) -> Iterator[tuple[str, SoftmaxConfig]]:
-    """Names and configurations: the chosen one, and others that long rows might have.
+    """Yield (name, configuration): the chosen one, and alternatives for long rows.
 
-    The compiler takes the registers that it likes; with fewer of them more programs fit a multiprocessor.
+    A limit on registers per thread fits more programs on an SM.
     """
     rows = BYTES // (length * itemsize)
     chosen = softmax_config(rows, rows, length, False, itemsize, backward, processors)

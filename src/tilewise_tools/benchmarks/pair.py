@@ -1,10 +1,10 @@
-"""The pair bias on Hopper (D=32, 4 heads, B=S, a bias (1,4,S,S), bfloat16), one change at a time, in turns.
+"""The pair bias on Hopper (D=32, 4 heads, B=S, a bias (1,4,S,S), bfloat16), one change at a time, interleaved.
 
     python -m tilewise_tools.benchmarks.pair [forward|backward] [flex] [lengths]
 
-Each line: a length, a variant, the time of the kernels of a pass by CUDA graphs, TFLOP/s, and what the pass allocates
-beyond its results. Before they are timed variants are compared to the first one, those of the forward to float64 too,
-by a head of three batch elements, as softmax in torch and bfloat16 is. flex: FlexAttention's forward takes its turns.
+Each line has a length, a variant, the kernel time of a pass by CUDA graphs, TFLOP/s, and the memory that the pass
+allocates beyond its results. Before timing, variants are compared with the first one, and forwards with float64, on one
+head of three batch elements, next to unfused torch in bfloat16. flex: include FlexAttention's forward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def patched(module: Any, **changes: Any) -> Iterator[None]:
 def calls(
     length: int, passes: Sequence[str]
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]], Problem, Inputs]:
-    """The variants of the forward and of the backward."""
+    """Return the variants of the forward and of the backward, the problem and the inputs."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ def calls(
     forwards: dict[str, Callable[[], Any]] = {}
     backwards: dict[str, Callable[[], Any]] = {}
     for name, together in (
-        ("a ring for each of K, V and the bias", lambda _: False),
+        ("separate pipelines of K, V and the bias", lambda _: False),
         ("together", launch.has_small_heads),
     ):
         with patched(launch, has_small_heads=together):
@@ -77,7 +77,7 @@ def calls(
 
 
 def flex(inputs: Inputs) -> Callable[[], Any]:
-    """FlexAttention's forward; a mask of keys is a block mask, made here and not in the call."""
+    """Return FlexAttention's forward; a key mask becomes a block mask, created here, outside the timed call."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     shared, seen, blocks = inputs.bias[0], inputs.mask, None
@@ -98,7 +98,7 @@ def flex(inputs: Inputs) -> Callable[[], Any]:
 
 
 def errors(found: Any, inputs: Inputs) -> str:
-    """The largest of O and the LSE beside float64, and of torch's in bfloat16, of the last head."""
+    """Describe the largest errors of O and LSE against float64, and torch's in bfloat16, for the last head."""
     lines = []
     at = torch.tensor([0, inputs.q.shape[0] // 2, inputs.q.shape[0] - 1], device="cuda")
     q, k, v = (x[at, -1] for x in inputs[:3])
@@ -118,7 +118,7 @@ def errors(found: Any, inputs: Inputs) -> str:
 
 
 def timed(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Milliseconds of each, the median of rounds in turns, by CUDA graphs."""
+    """Return milliseconds of each variant by CUDA graphs: the median of interleaved rounds."""
     graphs = {}
     for name, call in variants.items():
         for _ in range(3):
@@ -142,7 +142,7 @@ def timed(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def working_memory(call: Callable[[], Any]) -> float:
-    """MiB that a call allocates at its most, beyond what it returns."""
+    """Return the peak allocation of a call beyond its results, in MiB."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

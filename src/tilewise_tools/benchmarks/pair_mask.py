@@ -1,10 +1,10 @@
-"""The pair bias beside a mask of keys on Hopper (D=32, 4 heads, B=S, a bias (1,4,S,S), bfloat16), in turns.
+"""The pair bias with a key mask on Hopper (D=32, 4 heads, B=S, a bias (1,4,S,S), bfloat16), interleaved.
 
     python -m tilewise_tools.benchmarks.pair_mask [forward|backward] [flex] [lengths]
 
-Each line: a length, what is hidden, a variant, the time of the kernels of a pass by CUDA graphs and what the pass
-allocates beyond its results. "before": the forward as beside any other mask. flex: FlexAttention's takes its turns,
-see `pair.flex`. Results are held to float64 first, of three batch elements; of dBias by a loss of these alone.
+Each line has a length, a mask, a variant, the kernel time of a pass by CUDA graphs, and the memory that the pass
+allocates beyond its results. "before": the forward for general masks. flex: include FlexAttention, see `pair.flex`.
+Results of three batch elements are compared with float64 first; dBias is compared for a loss of these elements alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewise.spec.score import Band, Score
 from tilewise_tools.benchmarks.pair import flex, patched, timed, working_memory
 
 SCALE = 32**-0.5
-LOOKED_AT = 0, 3, -1  # batch elements; of the fourth a drawn mask hides all
+LOOKED_AT = 0, 3, -1  # batch elements; the random mask hides all keys of element 3
 
 
 def masks(length: int, generator: torch.Generator) -> dict[str, Tensor | None]:
@@ -39,7 +39,7 @@ def masks(length: int, generator: torch.Generator) -> dict[str, Tensor | None]:
 
 
 def reference(inputs: Inputs, do: Tensor, index: int) -> list[Tensor]:
-    """O, the LSE and all gradients of one batch element."""
+    """Return o, LSE and all gradients of one batch element, in float64."""
     q, k, v, do = (x[index].double() for x in (*inputs[:3], do))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     bias = inputs.bias[0].double().requires_grad_()
@@ -64,7 +64,7 @@ def calls(length: int, backward: bool, peer: bool) -> dict[tuple[str, str], Call
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
 
     q, k, v, do = (draw(length, 4, length, 32) for _ in range(4))
-    stored = -(-length // 8) * 8  # rows that TMA can read
+    stored = -(-length // 8) * 8  # row stride for TMA
     bias = draw(1, 4, length, stored)[..., :length]
     score = Score(SCALE, None, Band())
     made: dict[tuple[str, str], Callable[[], Any]] = {}

@@ -1,13 +1,13 @@
-"""Values by distance of each query on Hopper, as of the Inkling models, beside the same call without a bias.
+"""A relative position bias per query on Hopper, as in the Inkling models, compared with the call without bias.
 
-    python -m tilewise_tools.benchmarks.relative [lengths, usually 4096 8192 16384; or packed]
+    python -m tilewise_tools.benchmarks.relative [lengths, default 4096 8192 16384; or packed]
 
-64 heads on 8, D=128, causal, bfloat16, 1,025 entries from the distance -1024 on; packed: 32,768 tokens of 52 lengths
-(`tilewise_tools.bench.packed`), 16 heads, 256 entries. For each length the forward and all gradients of one key/value
-head and its query heads, in a packed batch of two heads of three sequences, are held to the error rule of the tests
-against float64 (twice the error of unfused torch); then the calls are timed in turns, forward and backward with every
-gradient, and kernels of one call are listed. A dense forward whose heads have values in common, which stay in the L2
-cache, says what the way of the others from memory costs.
+64 query and 8 key/value heads, D=128, causal, bfloat16, 1,025 entries from distance -1024 on; packed: 32,768 tokens in
+52 sequences (`tilewise_tools.bench.packed`), 16 heads, 256 entries. For each length the output and all gradients of
+one key/value head and its query heads (packed: of two heads of three sequences) are compared with float64; the
+tolerance is twice the error of unfused torch. Then forward and backward are timed, interleaved, and the kernels of one
+call are listed. "shared", a forward whose heads share their values, which stay in the L2 cache, shows the cost of
+reading separate values from memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Step = Callable[[], object]
 
 
 def drawn(length: int) -> tuple[Leaves, Tensor]:
-    """q, k, v and the values, and the cotangent of o."""
+    """Return random q, k, v and values, and the gradient of o."""
     generator = torch.Generator("cuda").manual_seed(length)
 
     def normal(*shape: int) -> Tensor:
@@ -47,8 +47,10 @@ def heads_of(leaves: Leaves, kv_head: int) -> slice:
 
 
 def unfused(leaves: Leaves, do: Tensor, kv_head: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """o and the gradients of a key/value head and its query heads, in ``dtype``, some rows at a time; dK and dV are
-    summed over these in float32 or more."""
+    """Return o and gradients of a key/value head and its query heads, computed unfused in ``dtype``.
+
+    Rows are processed in chunks; dK and dV are accumulated in float32 or wider.
+    """
     heads = heads_of(leaves, kv_head)
     k, v = (x[0, kv_head].to(dtype) for x in leaves[1:3])
     length, entries = k.shape[0], leaves[3].shape[3]
@@ -74,7 +76,7 @@ def unfused(leaves: Leaves, do: Tensor, kv_head: int, dtype: torch.dtype) -> dic
 
 
 def compare(leaves: Leaves, do: Tensor, o: Tensor, gradients: tuple[Tensor, ...], kv_head: int) -> None:
-    """The run ends where an error is larger than the rule allows."""
+    """Print the errors against float64; end the run if one exceeds the tolerance."""
     heads = heads_of(leaves, kv_head)
     dq, dk, dv, dvalues = gradients
     ours = {"o": o[0, heads], "dq": dq[0, heads], "dk": dk[0, kv_head], "dv": dv[0, kv_head],
@@ -91,7 +93,10 @@ def compare(leaves: Leaves, do: Tensor, o: Tensor, gradients: tuple[Tensor, ...]
 
 
 def in_turns(calls: dict[str, Step], each: int) -> dict[str, float]:
-    """Milliseconds of each, medians; of ``each`` calls in a row, behind a sleep in which the host gets ahead."""
+    """Return the median milliseconds of each call, over interleaved rounds of ``each`` calls in a row.
+
+    A sleep on the GPU before each round lets the host run ahead.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(ROUNDS + 1):
         for name, call in calls.items():
@@ -151,7 +156,7 @@ def measure(length: int) -> None:
 
 
 def time(forwards: dict[str, Step], backwards: dict[str, Step], product: float) -> None:
-    """``product``: floating-point operations of one product of scores."""
+    """Time forwards and backwards and print them; ``product``: FLOPs of one matrix product of all scores."""
     for what, calls, products, each in (("forward", forwards, 2, 4), ("backward", backwards, 5, 2)):
         ms = in_turns(calls, each)
         for name, took in ms.items():

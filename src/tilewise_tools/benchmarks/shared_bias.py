@@ -1,10 +1,10 @@
-"""The backward of a bias (1,H,M,N) on Hopper, bfloat16, one change at a time, in turns.
+"""The backward of a bias (1,H,M,N) on Hopper, bfloat16, one change at a time, interleaved.
 
     python -m tilewise_tools.benchmarks.shared_bias values [cases of CASES]
 
-Each line: a case, a variant, the time of the kernels of a backward by CUDA graphs, TFLOP/s, and the share of the speed
-without a bias. Before variants are timed each is compared to float64, by one head: its worst error over the largest
-element. "values" only compares, small cases of odd lengths, bands and dtypes.
+Each line has a case, a variant, the kernel time of a backward by CUDA graphs, TFLOP/s, and the share of the speed
+without a bias. Before timing, one head of each variant is compared with float64: its worst error over the largest
+element. "values" only compares small cases: odd lengths, causal, other dtypes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ VALUES = {
 def calls(
     case: SharedBiasCase, device: str = "cuda", timed: bool = True
 ) -> tuple[dict[str, Callable[[], Any]], float, tuple[Tensor, ...]]:
-    """The variants, each called once, the operations of one, and the inputs; timed: those to compare them with, too."""
+    """Return the variants, each called once, the FLOPs of one, and the inputs; ``timed``: add baselines."""
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -129,13 +129,15 @@ def calls(
         add("three elements")
     if config.dbias_sums(problem):
         add("added to dBias")
-    add("ring of dS", is_batched=no, dbias_sums=no)
+    add("pipeline of dS", is_batched=no, dbias_sums=no)
     return made, problem.backward_flops, (q, k, v, do, shared)
 
 
 def exact(case: SharedBiasCase, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """dQ, dK, dV of the last key/value head of each batch element and dBias of its last bias head, in float64; of a
-    bias with fewer heads all heads are gone through."""
+    """Return dQ, dK, dV of the last head of each batch element and dBias of the last bias head, in float64.
+
+    For a bias with fewer heads than q, all heads that share it are computed.
+    """
     q, k, v, do, shared = (x.double() for x in tensors)
     group, per_bias = q.shape[1] // k.shape[1], q.shape[1] // shared.shape[1]
     first = min(q.shape[1] - per_bias, q.shape[1] - group)
@@ -164,7 +166,7 @@ def exact(case: SharedBiasCase, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ..
 def compare(
     name: str, case: SharedBiasCase, variants: dict[str, Callable[[], Any]], tensors: tuple[Tensor, ...]
 ) -> None:
-    """Each variant beside float64, and dBias again, whose bits are equal where nothing is added by several."""
+    """Print each variant's errors against float64, and how often a repeated dBias has equal bits."""
     wanted = exact(case, tensors)
     for variant, call in variants.items():
         if variant == "no bias" or variant.startswith("no dBias"):
@@ -179,7 +181,7 @@ def compare(
 
 
 def compared(cases: dict[str, SharedBiasCase], seconds: float = 100.0) -> list[str]:
-    """Compare each in a process of its own, all at once, for they compile; returns those that came to an end."""
+    """Compare each case in its own process, all in parallel, since they compile; return those that succeeded."""
     command = [sys.executable, "-m", __spec__.name, "compare"]
     running = {name: Popen([*command, name], stdout=PIPE, stderr=STDOUT, text=True) for name in cases}
     end, good = time.monotonic() + seconds, []

@@ -1,15 +1,15 @@
-"""What `tilewise bench` does not measure: calls in turns with PyTorch's, held to gates, and kernels as they might be.
+"""Measurements beyond `tilewise bench`: calls against PyTorch's with required ratios, and other kernel configurations.
 
     python -m tilewise_tools.benchmarks.sweep attention-cpu    # time, and memory in fresh processes
     python -m tilewise_tools.benchmarks.sweep softmax-cpu
-    python -m tilewise_tools.benchmarks.sweep host             # what a tiny call on a GPU costs the host
-    python -m tilewise_tools.benchmarks.sweep lengths          # and what a new length does, beside an earlier one
+    python -m tilewise_tools.benchmarks.sweep host             # host time of a tiny call on a GPU
+    python -m tilewise_tools.benchmarks.sweep lengths          # host time of a call with a new length
     python -m tilewise_tools.benchmarks.sweep matmul           # on a GPU, also with other configurations of the kernel
-    python -m tilewise_tools.benchmarks.sweep softmax          # the same; --registers
+    python -m tilewise_tools.benchmarks.sweep softmax          # on a GPU, with other configurations; --registers
 
-SWEEP --help says more of each. Results are compared before the clock starts. Who takes turns is compared by medians, so
-that a machine that changes its speed changes it for all. A gate is what was aimed at; rows without one are there to
-learn from. Ends with status 1 if a gate is missed or a result is wrong, with 2 for a mistake in the call.
+SWEEP --help describes each. Results are compared before timing. Runs are interleaved and compared by medians, so that
+changes of the machine's speed affect all of them. A gate is a required ratio; rows without one are for information.
+Ends with status 1 if a gate is missed or a result is wrong, with 2 for a usage error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ HOPPER = (9, 0)
 
 
 class Sweep(NamedTuple):
-    """``turns``: by default; 0 where none are taken. ``capability``: of the GPU that it needs; None on a CPU."""
+    """One measurement.
+
+    Attributes:
+        turns: default number of interleaved rounds; 0 without rounds.
+        capability: compute capability of the required GPU; None for a CPU.
+    """
 
     module: str
     function: str
@@ -45,50 +50,49 @@ SWEEPS = {
     "attention-cpu": Sweep(
         "on_cpu",
         "attention",
-        "Attention on a CPU beside SDPA: seconds of a call, and on Linux what a step adds to the peak of the resident "
-        "set, measured in a fresh process for each length. A gate: how many of our times SDPA's must be, at least.",
+        "Attention on a CPU against SDPA: seconds of a call, and on Linux the increase of the peak resident set by a "
+        "step, measured in a fresh process for each length. Gate: required speedup over SDPA.",
         7,
     ),
     "softmax-cpu": Sweep(
         "on_cpu",
         "softmax",
-        "Forward and backward on a CPU beside what a user would write in torch operators, two seconds each; the ratio "
-        "is the median of the turns' ratios. With one thread the clock is the processor's time, which a busy machine "
-        "stretches less. The gate: how many of torch's times a plain call may take.",
+        "Forward and backward on a CPU against torch operators, two seconds each; the ratio is the median over rounds. "
+        "With one thread, CPU time is measured, which a busy machine affects less. Gate: largest allowed ratio of a "
+        "plain call's time to torch's.",
         9,
     ),
     "host": Sweep(
         "on_gpu",
         "host",
-        "What a tiny call on a GPU costs the host, beside PyTorch's attention. B=1, H=8, S=128, D=64, bfloat16, "
-        "without and with a trainable (1,H,M,N) bias: microseconds of a forward where no gradient is asked for, of one "
-        "where it is, and of forward and backward.",
+        "Host time of a tiny call on a GPU against PyTorch's attention. B=1, H=8, S=128, D=64, bfloat16, without and "
+        "with a trainable (1,H,M,N) bias: microseconds of a forward without gradients, of a forward with gradients, "
+        "and of forward and backward.",
         3,
         HOPPER,
     ),
     "lengths": Sweep(
         "lengths",
         "lengths",
-        "What a call with a new length costs a GPU's host after others of its kind, beside one with a length that was "
-        "met before and one that comes again at once, the device idle before each; microseconds, medians, in the "
-        "calling thread. H=8, D=64, bfloat16, causal. And the backward of a tiny call, B=1, H=8, S=128.",
+        "Host time of a call with a new length, with an earlier length, and with the previous call's length, on an "
+        "idle GPU; microseconds, medians, in the calling thread. H=8, D=64, bfloat16, causal. Also the backward of a "
+        "tiny call, B=1, H=8, S=128.",
         3,
         HOPPER,
     ),
     "matmul": Sweep(
         "on_gpu",
         "products",
-        "Products in bfloat16 beside torch's, by CUDA events, with the L2 cache flushed before each. A GPU is limited "
-        "by its power, so only ratios of times taken in turns mean anything. A gate: how many of our times torch's "
-        "must be, at least.",
+        "Matrix products in bfloat16 against torch's, by CUDA events, with the L2 cache flushed before each. A GPU is "
+        "power-limited, so only ratios of interleaved times are meaningful. Gate: required speedup over torch.",
         40,
         HOPPER,
     ),
     "softmax": Sweep(
         "on_gpu",
         "softmax",
-        "The softmax's tiles on a GPU: what config.py chooses and what it might, and torch's, as shares of a copy's "
-        "speed, by the clock of `tilewise bench`.",
+        "Softmax on a GPU: the configuration of config.py, alternatives, and torch, relative to the speed of a copy, "
+        "timed as in `tilewise bench`.",
         0,
         (8, 0),
     ),
@@ -100,10 +104,10 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="sweep", required=True, metavar="SWEEP")
     for name, sweep in SWEEPS.items():
         command = commands.add_parser(name, description=sweep.text)
-        command.add_argument("--cases", default="", help="only cases whose name has one of these parts, by commas")
+        command.add_argument("--cases", default="", help="only cases whose name has one of these parts")
         add_results(command)
         if sweep.turns:
-            words = f"of each, at least (default {sweep.turns})"
+            words = f"least number of rounds (default {sweep.turns})"
             command.add_argument("--turns", type=positive, default=sweep.turns, help=words)
         if sweep.capability is None:
             default = [torch.get_num_threads()] if name == "attention-cpu" else [1, 2]
@@ -111,8 +115,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands.choices["softmax"].add_argument(
         "--registers",
         action="store_true",
-        help="only what falls short, bfloat16 rows of 16k and more, with configurations by which more bytes are on "
-        "their way (docs/notebook/softmax.md has what they should gain); less than a minute",
+        help="only bfloat16 rows of 16k elements or more, with configurations that have more bytes in flight (see "
+        "docs/notebook/softmax.md); less than a minute",
     )
     commands.choices["attention-cpu"].add_argument(
         "--memory", nargs=3, metavar=("CASE", "IMPLEMENTATION", "LENGTH"), help=argparse.SUPPRESS
@@ -128,7 +132,7 @@ def positive(text: str) -> int:
 
 
 def lacking(capability: tuple[int, int] | None) -> str:
-    """What is needed, in words, where this machine has it not."""
+    """Return the missing requirement as text; "" if this machine has a suitable GPU."""
     if capability is None:
         return ""
     found = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -146,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if lack := lacking(sweep.capability):
         parser.error(f"{options.sweep}: {lack}")
     options.parts = names(parser, "--cases", options.cases)
-    module = importlib.import_module(f"tilewise_tools.benchmarks.{sweep.module}")  # those of a GPU need Triton
+    module = importlib.import_module(f"tilewise_tools.benchmarks.{sweep.module}")  # GPU modules need Triton
     if getattr(options, "memory", None) is not None:
         print(module.memory_of(*options.memory, *options.threads))
         return 0

@@ -1,11 +1,11 @@
-"""Toeplitz biases beside no bias, in turns, on one GPU: T5's table and ALiBi's slopes, 16 heads of 64 dimensions.
+"""Toeplitz biases compared with no bias on one GPU, interleaved: T5's table and ALiBi's slopes, 16 heads, D=64.
 
-    python -m tilewise_tools.benchmarks.toeplitz            all that the gates ask for, in about a minute
+    python -m tilewise_tools.benchmarks.toeplitz            all gates, in about a minute
 
-Calls are what a user calls, the bias made anew each time, by CUDA events with a flushed L2 cache; "host" is how long
-one keeps the host. Before it is timed each case of 2,048 tokens is compared with float64 on fresh inputs; ``--check
-127 799`` does only that, for these lengths. ``--parts`` also says how long each kernel takes (torch's profiler).
-``--causal`` adds a causal case, ``--kernels`` compares forms of the backward.
+Times are of public calls, which create the bias each time, by CUDA events with a flushed L2 cache; "host" is the host
+time of a call. Before timing, each case of 2,048 tokens is compared with float64 on new inputs; ``--check 127 799``
+only compares, at these lengths. ``--parts`` prints the time of each kernel (torch's profiler), ``--causal`` adds a
+causal case, ``--kernels`` compares variants of the backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEADS, DIM = 16, 64
 
 
 class ToeplitzCall:
-    """A call and its backward; form: of the backward, see FORMS."""
+    """A call and its backward in a form of `FORMS`."""
 
     def __init__(self, name: str, batch: int, length: int, causal: bool, form: str = ""):
         self.name, self.causal, self.form = name, causal, form
@@ -55,7 +55,7 @@ class ToeplitzCall:
 
 
 def unfused(q: Any, k: Any, v: Any, trained: Any, do: Any, name: str, causal: bool) -> list[torch.Tensor]:
-    """O, the LSE and the gradients of one head of each batch element by torch, in the dtype of q."""
+    """Return o, LSE and the gradients of one head of each batch element, by torch in the dtype of q."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, trained)]
     q, k, v, trained = leaves
     N = q.shape[2]
@@ -69,7 +69,7 @@ def unfused(q: Any, k: Any, v: Any, trained: Any, do: Any, name: str, causal: bo
 
 
 def check(name: str, length: int, causal: bool) -> None:
-    """How far the kernels are from float64, by how far torch in bfloat16 is; of what is worse than twice, where."""
+    """Print the kernels' errors over those of torch in bfloat16, and the places of errors above twice torch's."""
     generator, heads, batch = torch.Generator("cuda").manual_seed(time.time_ns() % 2**31), HEADS, 2
 
     def normal(*shape: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ FORMS = {
 
 
 def formed(form: str) -> Any:
-    """The backward of the next call in another form."""
+    """Return a replacement of backward_config that applies ``form``."""
     usual = backward_launch.backward_config
     changes: dict[str, Any] = FORMS[form]
 
@@ -147,7 +147,7 @@ def timed(clock: Clock, calls: dict[str, ToeplitzCall], what: str) -> dict[str, 
 
 
 def parts(call: ToeplitzCall) -> None:
-    """The kernels of a forward and a backward."""
+    """Print the kernels of a forward and a backward."""
     for step in (call.forward, call.backward):
         step()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

@@ -1,10 +1,10 @@
-"""Triangle attention of rows that are split over the GPUs of a host, beside one GPU that has them all.
+"""Triangle attention with rows split over the GPUs of a host, compared with one GPU.
 
     torchrun --nproc-per-node 2 -m tilewise_tools.benchmarks.triangle_parallel --lengths 512 768 1024
 
 A starting and an ending node with their projections, forward and backward, 128 channels and four heads, in bfloat16.
-Prints for each length milliseconds (medians), the share of the ideal, what the collectives take by themselves, and peak
-memory of a rank.
+Prints for each length milliseconds (medians), the share of linear speedup, the time of the collectives alone, and the
+peak memory of a rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def node(z: Tensor, weights: list[Tensor], attend: Callable[..., Tensor]) -> Ten
 
 
 def step(z: Tensor, weights: list[Tensor], do: Tensor, attend: Callable, transpose: Callable) -> None:
-    """Both nodes, and the gradients of z and the weights."""
+    """Compute both nodes and the gradients of z and the weights."""
     x = z + node(z, weights, attend)
     x = x + transpose(node(transpose(x), weights, attend))
     torch.autograd.grad(x, [z, *weights], do)
@@ -59,8 +59,8 @@ def milliseconds(call: Callable[[], object], cuda: bool, repeats: int, together:
 
 def measure(N: int, mesh: DeviceMesh, cuda: bool, repeats: int) -> None:
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
-    torch.manual_seed(0)  # the whole is the same on every rank
-    z, do = (torch.randn(1, N, N, CHANNELS).to(dtype) for _ in range(2))  # not on the device, for its peak
+    torch.manual_seed(0)  # equal whole tensors on every rank
+    z, do = (torch.randn(1, N, N, CHANNELS).to(dtype) for _ in range(2))  # on the CPU, to exclude them from the peak
     shapes = ((3 * CHANNELS, CHANNELS), (HEADS, CHANNELS), (CHANNELS, CHANNELS))
     weights = [(torch.randn(s, device=device, dtype=dtype) / 11).requires_grad_() for s in shapes]
     alone = 0.0
@@ -86,7 +86,7 @@ def measure(N: int, mesh: DeviceMesh, cuda: bool, repeats: int) -> None:
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     bias = torch.zeros(1, 1, HEADS, N // mesh.size(), N, device=device, dtype=dtype)
 
-    def collectives() -> None:  # of a step: two transpositions and two gathers, and as many backwards
+    def collectives() -> None:  # of a step: two transpositions and two gathers, and their backwards
         for _ in range(4):
             transpose_shards(mine.detach(), mesh)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What the sweeps share: turns, answers that are compared before, names that are asked for."""
+"""Shared by the sweeps: interleaved runs, comparison of results, selection of cases."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ Found = TypeVar("Found")
 def in_turns(
     takes: Mapping[str, Callable[[], Found]], turns: int, unmeasured: int = 0, seconds: float = 0.0
 ) -> dict[str, list[Found]]:
-    """What each finds in at least so many ``turns`` and ``seconds``, of which the first ``unmeasured`` do not count.
+    """Run all ``takes`` in interleaved rounds and return the results of each.
 
-    Who begins changes with every turn.
+    There are at least ``turns`` rounds after the first ``unmeasured``, for at least ``seconds``. The order rotates in
+    every round.
     """
     found: dict[str, list[Found]] = {name: [] for name in takes}
     names, start, turn = [*takes], time.perf_counter(), 0
@@ -40,7 +41,7 @@ def medians(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def elapsed(step: Callable[[], object], calls: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of a call."""
+    """Return the mean seconds of a call."""
     start = clock()
     for _ in range(calls):
         step()
@@ -48,7 +49,7 @@ def elapsed(step: Callable[[], object], calls: int = 1, clock: Callable[[], floa
 
 
 def difference(found: Iterable[Tensor], right: Iterable[Tensor], tolerance: float, name: str) -> float:
-    """The largest difference, relative to the largest element of its tensor; the run ends if one is too large."""
+    """Return the largest difference relative to its tensor's largest element; exit if it exceeds ``tolerance``."""
     errors = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(found, right, strict=True)]
     for error in errors:
         if not error <= tolerance:  # also if it is NaN

@@ -1,10 +1,10 @@
-"""Attention of atoms in windows of keys: what a call costs the host, the device, and both, beside its peers.
+"""Attention of atoms in windows of keys: host and device time of a call, compared with other implementations.
 
     python -m tilewise_tools.benchmarks.windows [--samples 1 16] [--tiles] [--peers flex einsum]
 
-host: microseconds until a call returns, while nothing waits for the GPU. device: the sum of its kernels' times, and how
-many there are. clock: by events with the L2 flushed, as `tilewise bench` has it. --tiles: other numbers of warps and
-registers than those of src/tilewise/windows/config.py.
+host: microseconds until a call returns, without synchronization. device: the sum of its kernels' times, and their
+number. clock: by CUDA events with a flushed L2 cache, as in `tilewise bench`. --tiles: numbers of warps and registers
+other than those of src/tilewise/windows/config.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewise_tools.benchmarks.turns import difference
 
 DEVICE = torch.device("cuda")
 Step = Callable[[], object]
-TILES = [  # warps of forward and backward, and their registers
+TILES = [  # forward_warps, backward_warps, forward_registers, backward_registers
     (4, 8, None, None),
     (4, 8, 128, 128),
     (2, 4, None, None),
@@ -43,7 +43,7 @@ def steps(case: windows.WindowCase, x: OperatorInputs, provider: str) -> tuple[S
 
 
 def kernels(step: Step, calls: int = 20) -> tuple[float, float]:
-    """Microseconds of all kernels of a call, and how many there are."""
+    """Return the total microseconds and the number of a call's kernels."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
