@@ -1,4 +1,4 @@
-"""Tools above the library: the command line, the benchmarks, the demo. The library imports none of them.
+"""Tools on top of the library, which imports none of them: command line, benchmarks, demo.
 
 cli          the command ``tilewise``
 commands     its commands ``explain``, ``layout`` and ``doctor``

@@ -1,4 +1,4 @@
-"""``tilewise bench``: tilewise and alternative kernels, measured in one run against the device's calibrated limits.
+"""``tilewise bench``: tilewise and alternatives in one run, against the device's calibrated limits.
 
 cases       named shapes of attention
 operators   cases and providers of softmax and matmul

@@ -253,7 +253,7 @@ def decode(
     kv_heads: int = 8,
     head_dim: int = 128,
 ) -> Case:
-    """Return a decoding step with a cache of ``keys``; ``bias`` is "B11N" (padding, positions) or "1H1N" (ALiBi).
+    """Return a decoding step with ``keys`` cached keys; ``bias``: "B11N" (padding) or "1H1N" (ALiBi).
 
     The name contains the batch unless it is 16, and the number of queries unless it is 1.
     """

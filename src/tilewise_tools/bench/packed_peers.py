@@ -1,4 +1,4 @@
-"""Providers of packed batches: tilewise, FlashAttention-4, PyTorch's varlen_attn, FlexAttention, a padded batch."""
+"""Providers of packed batches: tilewise, FlashAttention-4, varlen_attn, FlexAttention, padding."""
 
 from __future__ import annotations
 

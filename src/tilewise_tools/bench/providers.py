@@ -292,7 +292,7 @@ def _flex(case: Case, x: CaseInputs) -> Steps:
 
 
 def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
-    """Return a score_mod that adds the bias, without broadcast axes: an index of 0 compiles to slower code."""
+    """Return a score_mod that adds the bias; omits broadcast axes, since an index of 0 is slower."""
     batch, heads, rows, _ = (size > 1 for size in bias.shape)
     if (batch, heads, rows) == (True, True, True):
         return lambda s, b, h, i, j: s + bias[b, h, i, j]
@@ -366,7 +366,7 @@ def _fa4(case: Case, x: CaseInputs) -> Steps:
 
 
 def _cudnn_graph(case: Case, x: CaseInputs) -> Steps:
-    """Return steps of cuDNN's frontend graphs with bias and dbias, which SDPA's cuDNN backend does not offer."""
+    """Return steps of cuDNN's frontend graphs, which support dbias, unlike SDPA's cuDNN backend."""
     graphs = _CudnnGraphs(case, x)
     return Steps(graphs.forward, graphs.backward)
 

@@ -73,7 +73,7 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def _chunk(case: Case, x: CaseInputs, results: dict[str, Tensor], b: slice, g: int, r: slice, scale: float) -> None:
-    """Compute batch elements ``b`` and query rows ``r`` of the query heads that share key/value head ``g``."""
+    """Compute batch elements ``b``, query rows ``r`` and the query heads of key/value head ``g``."""
     group = case.heads // case.kv_heads
     wide = results["o"].dtype
     h, one = slice(g * group, (g + 1) * group), slice(g, g + 1)
@@ -140,7 +140,7 @@ def _dropout(case: Case, b: slice, h: slice, r: slice, device: torch.device) -> 
 
 
 def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
-    """Return |found - right| / |right| for each tensor (Euclidean norms): the worst head, and for o the worst row.
+    """Return |found - right| / |right| (Euclidean norms) of each tensor's worst head; of o's worst row.
 
     A norm over a whole tensor would hide errors in the last rows, where a causal result is small. Gradients are not
     compared by row, since a row may cancel to zero.

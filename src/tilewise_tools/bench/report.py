@@ -137,7 +137,7 @@ def markdown(results: Results, source: str, pictures: list[tuple[str, str]]) -> 
 
 
 def insert(document: str, name: str, text: str) -> str:
-    """Return ``document`` with ``text`` between the two markers of ``name``; raise ValueError without markers."""
+    """Return ``document`` with ``text`` between the markers of ``name``; ValueError without them."""
     begin, end = markers(name)
     if document.count(begin) != 1 or document.count(end) != 1 or document.index(begin) > document.index(end):
         raise ValueError(f"needs one line {begin!r} and, below it, one line {end!r}")

@@ -42,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Limits measured in the same run: FLOP/s of a matrix product per dtype; bytes/s of a copy, read + written."""
+    """Limits measured in the run: FLOP/s of a matmul per dtype; bytes/s of a copy, read + written."""
 
     matmul_flops: dict[str, float]
     copy_bytes_per_second: float
@@ -142,7 +142,7 @@ class Results:
         return None if timing is None else self.limits(case.dtype).seconds(self.work(case, which)) / timing.median_s
 
     def best_other(self, row: Row, which: Pass) -> Row | None:
-        """Return the fastest row of the same case by another library; all tilewise backends count as one library."""
+        """Return the case's fastest row by another library; tilewise's backends count as one library."""
         others = [
             other
             for other in self.of(row.case)

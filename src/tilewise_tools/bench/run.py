@@ -68,7 +68,7 @@ class DeviceLost(RuntimeError):
 
 
 class Progress(Protocol):
-    """Receiver of a run's progress: the total number of rows, without `left_out`, the current work, each row."""
+    """Receiver of a run's progress: number of rows without `left_out`, current work, each row."""
 
     def start(self, total: int, left_out: str) -> None: ...
     def working(self, what: str) -> None: ...
@@ -398,7 +398,7 @@ def driver() -> str:
 
 
 def cpu_name() -> str:
-    """Return the CPU's name in /proc/cpuinfo, with family, model and the instruction sets that matter for matmul."""
+    """Return the CPU's name, family, model and instruction sets for matmul, from /proc/cpuinfo."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return platform.processor() or platform.machine()

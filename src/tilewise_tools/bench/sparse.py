@@ -80,7 +80,7 @@ def _ids(keys: int) -> Tensor:
 
 
 def seen(name: str, queries: int, keys: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of broadcasting query and key indices that is True for visible pairs, without causal."""
+    """Return a function of query and key indices that is True for visible pairs, without causal."""
     if name == "documents":
         ids = _ids(keys).to(device)
         return lambda i, j: ids[i] == ids[j]

@@ -47,7 +47,7 @@ def no_door(case: Case) -> str | None:
 
 
 def cuequivariance_declines(case: Case) -> str | None:
-    """Return why cuEquivariance does not support a case: it needs a bias (1, H, M, N) that the batch shares."""
+    """Return why cuEquivariance does not support a case; it needs a bias (1, H, M, N)."""
     if case.bias != (1, case.heads, case.queries, case.keys) or case.causal or case.kv_heads != case.heads:
         return "takes a bias that the batch shares, and neither causal nor grouped heads"
     return None

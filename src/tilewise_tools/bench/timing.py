@@ -118,7 +118,7 @@ Step = Callable[[], tuple[Tensor, ...]]
 
 
 def working_bytes(step: Step, device: torch.device) -> int:
-    """Return the peak memory during ``step`` in bytes, minus memory allocated before and minus its results."""
+    """Return ``step``'s peak memory in bytes, minus memory allocated before and minus its results."""
     peak, results = _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
     return peak - sum(x.numel() * x.itemsize for x in results)
 

@@ -57,7 +57,7 @@ class WindowCase:
         return (self.k_block - self.q_block) // 2
 
     def inputs(self, device: torch.device, seed: int = 0) -> OperatorInputs:
-        """Return new standard normal inputs; q, k, v and do are stored as (B, N, H, D), like a projection's output."""
+        """Return new standard normal inputs; q, k, v, do are stored as (B, N, H, D), as by a projection."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -74,7 +74,7 @@ class WindowCase:
         return (torch.arange(self.keys, device=device) < self.keys - PADDING)[None]
 
     def windows(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the atom of each window position, int64 (blocks, k_block), and True where it exists and is visible."""
+        """Return the atom of each window position, int64 (blocks, k_block), and if it is visible, bool."""
         first = torch.arange(self.blocks, device=device)[:, None] * self.q_block - self.before
         places = first + torch.arange(self.k_block, device=device)
         seen = (places >= 0) & (places < self.keys - PADDING)
@@ -110,7 +110,7 @@ class WindowCase:
         return {"o": o.detach(), **{f"d{name}": g for name, g in zip(wide, grads, strict=True)}}
 
     def work(self, which: str) -> Work:
-        """Return the work of all pairs of the windows; tensors are read and written once, as in `PackedCase.work`."""
+        """Return the work of all pairs of the windows, with traffic as in `PackedCase.work`."""
         dtype = getattr(torch, self.dtype)
         entries = self.heads * self.blocks * self.q_block * self.k_block
         rows = self.batch * self.heads * self.keys
@@ -176,7 +176,7 @@ def sdpa(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
 
 
 def flex(case: WindowCase, x: OperatorInputs) -> Callable[[], Tensor]:
-    """Return the forward by FlexAttention, as one sequence; the block mask is created before timing starts."""
+    """Return the forward by FlexAttention, as one sequence; creates the block mask before timing."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # beyond its recompilation limit flex_attention would run uncompiled and unfused

@@ -1,4 +1,4 @@
-"""A trainable bias along the keys, compared with no bias on one GPU, interleaved: packed and dense batches.
+"""A trainable bias along the keys against no bias on one GPU, interleaved: packed and dense batches.
 
     python -m tilewise_tools.benchmarks.key_bias            ratios, forward and backward; about 60 s, mostly compiling
     python -m tilewise_tools.benchmarks.key_bias --forms    with other variants of the kernels, too; about 110 s

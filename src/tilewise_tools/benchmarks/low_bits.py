@@ -1,4 +1,4 @@
-"""Cost of the low bits of O with dropout on one GPU: forward and backward with and without them, interleaved.
+"""Cost of the low bits of O with dropout on one GPU, forward and backward, interleaved.
 
     python -m tilewise_tools.benchmarks.low_bits
 

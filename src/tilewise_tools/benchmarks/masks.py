@@ -1,4 +1,4 @@
-"""Masks on one GPU: blocks, windows, documents and dynamic masks, compared with dense calls and other libraries.
+"""Masks on one GPU: blocks, windows, documents, dynamic masks, against dense calls and other kernels.
 
     python -m tilewise_tools.benchmarks.masks --json masks.json
 

@@ -63,7 +63,7 @@ CASES = (
 
 
 def attention_inputs(case: CpuCase, length: int) -> list[Tensor]:
-    """Return q, k, v, dO and the bias if any, created without temporaries, which would raise the peak memory."""
+    """Return q, k, v, dO and any bias, without temporaries, which would raise the peak memory."""
     torch.manual_seed(0)
     shapes = [(case.batch, case.heads, length, 64)] * 4
     if case.bias_batch is not None:
@@ -95,7 +95,7 @@ def peak_memory() -> int:
 
 
 def extra_memory(case: CpuCase, implementation: str, length: int) -> int:
-    """Return the increase of this fresh process's peak memory in a step, minus the step's results, in bytes."""
+    """Return the growth of a fresh process's peak memory in a step, minus its results, in bytes."""
     attention_step(case, implementation, attention_inputs(case, 64))()  # excludes what the first call loads
     tensors = attention_inputs(case, length)
     run = attention_step(case, implementation, tensors)

@@ -1,4 +1,4 @@
-"""Host time, matrix products and softmax on a GPU, compared with PyTorch and with other configurations."""
+"""Host time, matmul and softmax on a GPU, compared with PyTorch and other configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pair bias on Hopper (D=32, 4 heads, B=S, a bias (1,4,S,S), bfloat16), one change at a time, interleaved.
+"""The pair bias on Hopper (D=32, 4 heads, B=S, bias (1,4,S,S), bfloat16): variants, interleaved.
 
     python -m tilewise_tools.benchmarks.pair [forward|backward] [flex] [lengths]
 
@@ -77,7 +77,7 @@ def calls(
 
 
 def flex(inputs: Inputs) -> Callable[[], Any]:
-    """Return FlexAttention's forward; a key mask becomes a block mask, created here, outside the timed call."""
+    """Return FlexAttention's forward; creates a block mask of a key mask outside the timed call."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     shared, seen, blocks = inputs.bias[0], inputs.mask, None
@@ -98,7 +98,7 @@ def flex(inputs: Inputs) -> Callable[[], Any]:
 
 
 def errors(found: Any, inputs: Inputs) -> str:
-    """Describe the largest errors of O and LSE against float64, and torch's in bfloat16, for the last head."""
+    """Describe the last head's largest errors of O and LSE against float64, and torch's in bfloat16."""
     lines = []
     at = torch.tensor([0, inputs.q.shape[0] // 2, inputs.q.shape[0] - 1], device="cuda")
     q, k, v = (x[at, -1] for x in inputs[:3])

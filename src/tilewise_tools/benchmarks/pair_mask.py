@@ -1,4 +1,4 @@
-"""The pair bias with a key mask on Hopper (D=32, 4 heads, B=S, a bias (1,4,S,S), bfloat16), interleaved.
+"""The pair bias with a key mask on Hopper (D=32, 4 heads, B=S, bias (1,4,S,S), bfloat16), interleaved.
 
     python -m tilewise_tools.benchmarks.pair_mask [forward|backward] [flex] [lengths]
 

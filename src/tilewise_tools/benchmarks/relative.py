@@ -1,4 +1,4 @@
-"""A relative position bias per query on Hopper, as in the Inkling models, compared with the call without bias.
+"""A relative position bias per query on Hopper, as in the Inkling models, against no bias.
 
     python -m tilewise_tools.benchmarks.relative [lengths, default 4096 8192 16384; or packed]
 

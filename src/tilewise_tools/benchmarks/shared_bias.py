@@ -134,7 +134,7 @@ def calls(
 
 
 def exact(case: SharedBiasCase, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return dQ, dK, dV of the last head of each batch element and dBias of the last bias head, in float64.
+    """Return each batch element's dQ, dK, dV of the last head, and the last head's dBias, in float64.
 
     For a bias with fewer heads than q, all heads that share it are computed.
     """
@@ -181,7 +181,7 @@ def compare(
 
 
 def compared(cases: dict[str, SharedBiasCase], seconds: float = 100.0) -> list[str]:
-    """Compare each case in its own process, all in parallel, since they compile; return those that succeeded."""
+    """Compare each case in its own process, in parallel, since they compile; return the successes."""
     command = [sys.executable, "-m", __spec__.name, "compare"]
     running = {name: Popen([*command, name], stdout=PIPE, stderr=STDOUT, text=True) for name in cases}
     end, good = time.monotonic() + seconds, []

@@ -1,4 +1,4 @@
-"""Measurements beyond `tilewise bench`: calls against PyTorch's with required ratios, and other kernel configurations.
+"""Measurements beyond `tilewise bench`: required ratios to PyTorch, other kernel configurations.
 
     python -m tilewise_tools.benchmarks.sweep attention-cpu    # time, and memory in fresh processes
     python -m tilewise_tools.benchmarks.sweep softmax-cpu

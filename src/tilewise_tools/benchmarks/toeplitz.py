@@ -1,4 +1,4 @@
-"""Toeplitz biases compared with no bias on one GPU, interleaved: T5's table and ALiBi's slopes, 16 heads, D=64.
+"""Toeplitz biases (T5, ALiBi; 16 heads, D=64) against no bias on one GPU, interleaved.
 
     python -m tilewise_tools.benchmarks.toeplitz            all gates, in about a minute
 
@@ -69,7 +69,7 @@ def unfused(q: Any, k: Any, v: Any, trained: Any, do: Any, name: str, causal: bo
 
 
 def check(name: str, length: int, causal: bool) -> None:
-    """Print the kernels' errors over those of torch in bfloat16, and the places of errors above twice torch's."""
+    """Print the ratio of errors to torch's in bfloat16, and the places of errors above twice torch's."""
     generator, heads, batch = torch.Generator("cuda").manual_seed(time.time_ns() % 2**31), HEADS, 2
 
     def normal(*shape: int) -> torch.Tensor:

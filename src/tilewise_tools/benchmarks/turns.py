@@ -49,7 +49,7 @@ def elapsed(step: Callable[[], object], calls: int = 1, clock: Callable[[], floa
 
 
 def difference(found: Iterable[Tensor], right: Iterable[Tensor], tolerance: float, name: str) -> float:
-    """Return the largest difference relative to its tensor's largest element; exit if it exceeds ``tolerance``."""
+    """Return the largest difference, relative to the largest element; exit above ``tolerance``."""
     errors = [((x - y).abs().max() / y.abs().max()).item() for x, y in zip(found, right, strict=True)]
     for error in errors:
         if not error <= tolerance:  # also if it is NaN

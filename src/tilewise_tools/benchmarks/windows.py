@@ -1,4 +1,4 @@
-"""Attention of atoms in windows of keys: host and device time of a call, compared with other implementations.
+"""Attention of atoms in windows of keys: host and device time, against other implementations.
 
     python -m tilewise_tools.benchmarks.windows [--samples 1 16] [--tiles] [--peers flex einsum]
 

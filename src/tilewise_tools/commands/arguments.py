@@ -1,4 +1,4 @@
-"""Parsers for the options of all commands; an invalid value raises a typer.BadParameter that names the option.
+"""Parsers for the commands' options; an invalid value raises a typer.BadParameter with the option.
 
 Commands declare options as text and parse them here, so that spellings and errors are uniform.
 """

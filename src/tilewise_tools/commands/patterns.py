@@ -102,7 +102,7 @@ PATTERNS = {
 
 
 def draw(mask: TileMask, band: Band, path: Path) -> None:
-    """Write a PNG of the tiles that mask and causal/local window leave, queries downwards, keys to the right.
+    """Write a PNG of the tiles of mask and causal/local window: queries downwards, keys to the right.
 
     A tile is drawn full or empty only if it is so for all batch elements and heads.
     """
@@ -132,7 +132,7 @@ def draw(mask: TileMask, band: Band, path: Path) -> None:
 
 
 def shades(mask: TileMask, band: Band) -> list[list[int]]:
-    """Return 0 (empty), 1 (partial) or 2 (full) for each tile, by the mask and the causal/local window together."""
+    """Return 0 (empty), 1 (partial) or 2 (full) for each tile of mask and causal/local window."""
     from tilewise.spec.block_mask import EMPTY, FULL
     from tilewise.spec.tiles import key_tiles, limits
 

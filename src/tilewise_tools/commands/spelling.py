@@ -1,4 +1,4 @@
-"""Spellings of a dtype on the command line. Used by ``python -m tilewise_tools.bench`` too, so it imports no typer."""
+"""Spellings of a dtype on the command line, without typer, which the plain bench does not need."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _NAMES = {spelling: name for name, others in DTYPES.items() for spelling in (nam
 
 
 def dtype_name(text: str) -> str | None:
-    """Return torch's name of the dtype ``text``, ignoring case and a leading "torch."; None if there is none."""
+    """Return torch's name of the dtype ``text``, ignoring case and "torch."; None if unknown."""
     return _NAMES.get(text.strip().lower().removeprefix("torch."))

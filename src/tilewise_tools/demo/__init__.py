@@ -1,1 +1,1 @@
-"""The demo behind ``tilewise demo``: a pretrained model, a training run and a measurement, each against SDPA."""
+"""``tilewise demo``: a pretrained model, a training run and a measurement, each against SDPA."""

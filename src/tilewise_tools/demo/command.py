@@ -1,4 +1,4 @@
-"""The command ``tilewise demo``: choose parts and sizes, run them with a progress display, print the results."""
+"""The command ``tilewise demo``: chooses parts and sizes, runs them and prints the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the parts of the demo: comparisons, times, and attention with a bias by tilewise and by SDPA."""
+"""Shared by the demo's parts: comparisons, times, attention with a bias by tilewise and SDPA."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SENTENCES = (
 
 @dataclass(frozen=True)
 class SentencesResult:
-    """Cosine similarity of each of ``SENTENCES`` to ``QUERY`` from each model, and the embeddings' difference."""
+    """Cosine similarity of ``SENTENCES`` to ``QUERY`` by each model, and the embeddings' difference."""
 
     tilewise_similarities: list[float]
     stock_similarities: list[float]

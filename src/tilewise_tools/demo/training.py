@@ -111,10 +111,11 @@ def read_batches(settings: TrainingSettings) -> tuple[int, Iterator[Tensor]]:
 
 
 def distance_buckets(length: int, buckets: int, max_distance: int) -> Tensor:
-    """Return the bucket of each (query, key) pair, int64 (length, length), from the query's position minus the key's.
+    """Return the bucket of each (query, key) pair, int64 (length, length).
 
-    The first half of the buckets holds one distance each, the second half logarithmic ranges up to ``max_distance``;
-    larger distances share the last bucket. Keys after the query are in bucket 0, since causal attention hides them.
+    The distance is the query's position minus the key's. The first half of the buckets holds one distance each, the
+    second half logarithmic ranges up to ``max_distance``; larger distances share the last bucket. Keys after the query
+    are in bucket 0, since causal attention hides them.
     Source: T5 (arXiv 1910.10683), section 2.1.
     """
     positions = torch.arange(length, device="cpu")
@@ -147,7 +148,7 @@ class Block(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """Next-character model. Its only position information is a trainable bias, shared by all layers as in T5."""
+    """Next-character model whose only position information is a bias that all layers share, as in T5."""
 
     bucket: Tensor
 

@@ -55,7 +55,7 @@ def _efficiency(results: ParallelResults, case: ParallelCase) -> float:
 
 
 def scaled(results: ParallelResults, across: float | None = None, within: int = 8) -> list[Scaled]:
-    """Return predictions for all causal cases; ``across`` applies beyond ``within`` ranks, those of one host."""
+    """Return predictions for all causal cases; ``across`` applies beyond ``within`` ranks, one host."""
     found = []
     for case in results.cases:
         if case.kind != "causal":

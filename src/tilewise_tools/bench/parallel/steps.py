@@ -81,7 +81,7 @@ def _ours(method: str, balancer: str | None = BALANCER) -> Callable[[ParallelCas
 
 
 def part_of(case: ParallelCase, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's shard of a whole tensor: a head and a tail chunk; in a packed batch, of each sequence."""
+    """Return this rank's shard of a whole tensor: a head and a tail chunk, or its packed sequences."""
     if case.kind == "packed":
         return shard(x, mesh, "document", cu_seqlens=case.cu_seqlens)
     return shard(x, mesh, BALANCER, case.axis)
@@ -189,7 +189,7 @@ def _flex_declines(case: ParallelCase, mesh: DeviceMesh) -> str | None:
 
 
 def _flex(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
-    """Return the forward by FlexAttention; PyTorch gathers k and v in rank order, score_mod maps the positions."""
+    """Return the forward by FlexAttention; k and v are in rank order, score_mod maps positions."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -64,7 +64,7 @@ def record(step: Callable[[], object], case: str, provider: str, device: torch.d
 
 
 def lanes_of(events: Iterable[dict], device: str) -> dict[str, list[Interval]]:
-    """Return the intervals of a Chrome trace: a GPU's kernels and copies; a CPU's transfers and tilewise operators."""
+    """Return a Chrome trace's intervals: GPU kernels and copies, or CPU transfers and operators."""
     found: list[tuple[str, float, float]] = []
     for event in events:
         kind, name = event.get("cat", ""), event.get("name", "")
