@@ -47,17 +47,17 @@ def wavefronts(addresses: Sequence[int | None], width: int) -> Access:
         raise LayoutError(f"width: must be 1, 2, 4, 8 or 16 bytes, got {width}: a thread has no other access")
     if len(addresses) > WARP:
         raise LayoutError(f"addresses: must be at most {WARP}, got {len(addresses)}: a warp has no more threads")
-    for lane, address in enumerate(addresses):
+    for thread, address in enumerate(addresses):
         if address is not None and address % width:
             raise LayoutError(
-                f"addresses[{lane}]: must be a multiple of {width}, got {address}: an access is aligned to its width"
+                f"addresses[{thread}]: must be a multiple of {width}, got {address}: an access is aligned to its width"
             )
-    lanes = WARP if width <= BANK_BYTES else WARP * BANK_BYTES // width
+    threads = WARP if width <= BANK_BYTES else WARP * BANK_BYTES // width
     total = ideal = 0
-    for first in range(0, len(addresses), lanes):
+    for first in range(0, len(addresses), threads):
         words = {
             (address + byte) // BANK_BYTES
-            for address in addresses[first : first + lanes]
+            for address in addresses[first : first + threads]
             if address is not None
             for byte in range(0, width, BANK_BYTES)
         }

@@ -113,7 +113,7 @@ def _tile(scene: Scene, share: Instruction, x: float, y: float) -> tuple[float, 
     width, height = (64, 22) if o.major is Major.K else (26, 44)
     rows, columns = min(o.grid[0], TILE[1] // height), min(o.grid[1], TILE[0] // width)
     cut = "" if (rows, columns) == o.grid else f", the first {rows} × {columns} of {o.grid[0]} × {o.grid[1]}"
-    words = _heading(scene, x, y, "The tile, MN down, K across", f"atoms, numbered as they lie in memory{cut}")
+    words = _heading(scene, x, y, "The tile, MN down, K across", f"atoms, numbered in memory order{cut}")
     for i in range(rows):
         for j in range(columns):
             number = o.byte_offset(i * o.atom_shape[0], j * o.atom_shape[1]) // o.atom_bytes

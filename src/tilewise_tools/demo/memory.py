@@ -110,8 +110,8 @@ def _seconds(step: Step, device: torch.device) -> float:
 def lengths_that_fit(settings: MemorySettings, device: torch.device) -> tuple[int, ...]:
     if device.type != "cuda":
         return settings.lengths
-    room = BIAS_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return tuple(length for length in settings.lengths if 2 * settings.bias_bytes(length) <= room)
+    capacity = BIAS_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return tuple(length for length in settings.lengths if 2 * settings.bias_bytes(length) <= capacity)
 
 
 def measure(

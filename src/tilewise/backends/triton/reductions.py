@@ -12,7 +12,7 @@ from tilewise.spec.problem import Problem
 
 
 class BiasReduction(StrEnum):
-    """How dS tiles become dBias in the Triton kernels, which get the value."""
+    """Ways in which dS tiles become dBias in the Triton kernels, which get the value."""
 
     NONE = "none"
     STORE = "store"  # every element has one dS

@@ -33,7 +33,7 @@ class ProgramGroup(NamedTuple):
 
 
 class DBiasMode(StrEnum):
-    """How dS tiles become dBias; kernels get the value."""
+    """Ways in which dS tiles become dBias; kernels get the value."""
 
     NONE = "none"  # no bias gradient, or one of a bias over the queries, which moves the LSE alone
     STORE = "store"  # every element has one dS: stored by TMA from shared memory
