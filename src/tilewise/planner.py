@@ -77,7 +77,10 @@ def declines(name: str, problem: Problem) -> str | None:
 
 @lru_cache(maxsize=4096)
 def make_plan(problem: Problem, backend: str = "auto") -> Plan:
-    """Choose the backend of ``problem``; raise if an explicit ``backend`` does not support it: no fallback."""
+    """Choose the backend of ``problem``; raise if an explicit ``backend`` does not support it.
+
+    No other forward takes its place; the gradients may come from the backend that `GRADIENTS` names.
+    """
     backend = check_backend(backend)
     if backend != "auto":
         reason = declines(backend, problem)

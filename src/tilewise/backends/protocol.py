@@ -20,7 +20,7 @@ Pass = Literal["forward", "backward"]
 class Inputs(NamedTuple):
     """Inputs of a call. An optional input is None where the call has none.
 
-    Bias components, lengths and tiles are nested records: their seventeen tensors, which few calls have, would
+    Bias components, lengths and tiles are nested records: their eighteen tensors, which few calls have, would
     lengthen each loop over the inputs of a call that takes 10 µs.
 
     In a packed batch q is (1, H, queries of all sequences, D), and likewise k, v, o and the LSE. `Packed.forms` names

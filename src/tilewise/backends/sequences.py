@@ -1,4 +1,6 @@
-"""Packed batches for backends with dense calls only: one sequence after the other, without copies.
+"""Packed batches for backends with dense calls only: one call after the other.
+
+Operands are views; results are copied into the packed tensors.
 
 Consecutive sequences of equal lengths are one dense batch, because a call per short sequence would be mostly overhead.
 

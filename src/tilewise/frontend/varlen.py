@@ -50,7 +50,7 @@ def packed_attention(
     """Return `varlen_attention` for public functions. ``longest``: (max_seqlen_q, max_seqlen_k). exact: see
     `Problem`."""
     check_flag("return_lse", return_lse)
-    if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # a CPU checks them
+    if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # the CPU checks max_seqlen exactly
         longest = shared_longest(longest, **options)
     usual = PackedKey.of(q, k, v, lengths, longest, exact, options)
     found = None if usual is None else usual.again(return_lse)

@@ -20,7 +20,7 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.score import ScoreNumbers
 
 _WIDE = 2**23  # strides from which offsets within a tile may need 64 bits
-MOST_VARIANTS = 16  # per structure; the lengths distinguish fewer cases
+MOST_VARIANTS = 16  # per structure; more than lengths can lead to
 _MOST = 2**29  # elements of the rows of all heads; below it every backend counts in 32 bits
 
 

@@ -1,4 +1,7 @@
-"""Problem: one frozen description of a call. All errors about shapes, dtypes and devices are raised here."""
+"""Problem: one frozen description of a call, with the checks that every call passes.
+
+Bias terms and packed arguments are checked where they are read, in `bias` and `frontend.varlen`.
+"""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class Score:
     dropout: how many of `dropout.NUMBERS` drop a probability; 0 is no dropout.
     packed: of a packed batch, whose band is relative to the diagonal of each sequence, see `Band.shifted`.
     origin: first query, key and head in dropout's coordinates.
-    toeplitz: distances at which the Toeplitz bias need not be read; None if unknown. A backward may add their gradients
-    to any far entry that leads to an equal gradient of the number or line.
+    toeplitz: distances at which the Toeplitz bias need not be read; None if unknown. A backward may add the
+    gradient of a far distance to another far entry on its side, if the term's parameters get the same gradient.
     """
 
     scale: float

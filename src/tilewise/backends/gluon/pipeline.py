@@ -18,10 +18,10 @@ ABSENT = gl.constexpr(0)  # placeholder for a pipeline that a kernel does not ha
 class Pipeline(NamedTuple):
     """Slots of shared memory that one warp fills and its readers empty, with two barriers per slot.
 
-    Numbers are stored there; everything else is loaded by TMA. Producer and consumers count tiles: the n-th tile is in
-    slot `slot_of`, which it fills for the `use_of`-th time. To read it, wait for phase ``use & 1`` of `full`; to fill
-    it, for the opposite phase of `empty`. A stage may have a slot for each of several ELEMENTS, as each warpgroup has
-    its own queries.
+    TMA fills the slots, but for tile indices, which a warp stores. Producer and consumers count tiles: the n-th tile is
+    in slot `slot_of`, which it fills for the `use_of`-th time. To read it, wait for phase ``use & 1`` of `full`; to
+    fill it, for the opposite phase of `empty`. A stage may have a slot for each of several ELEMENTS, as each warpgroup
+    has its own queries.
     """
 
     slots: Any

@@ -1,7 +1,7 @@
 """Score pipeline in registers: Gluon versions of `tilewise.spec.reference` and `tilewise.spec.tiles`.
 
-Scores stay in units of 1/scale, as the tensor cores return Q·Kᵀ: the multiply-add before the exponential applies the
-scale, and a bias is converted to these units. A softcap applies the scale first: units of 1.
+Scores stay unscaled, as the tensor cores return Q·Kᵀ: the multiply-add before the exponential applies the scale, and a
+bias is divided by it to match. A softcap applies the scale first.
 """
 
 from __future__ import annotations

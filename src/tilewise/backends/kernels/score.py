@@ -1,7 +1,8 @@
 """Score terms: jit twins, name by name, of `tilewise.spec.reference` and `tilewise.spec.tiles`.
 
-`score_tile` applies them in order, `score_tile_gradient` differentiates them. All Triton kernels use them, also those
-of the Hopper backend. Indices are arguments, so that helpers serve [M, N] (forward) and [N, M] tiles (backward).
+`score_tile` applies them in order, `score_tile_gradient` differentiates them. Triton kernels use them, also the
+small ones of the Hopper backend. Indices are arguments, so that helpers serve [M, N] (forward) and [N, M] tiles
+(backward).
 
 The scale needs no separate multiply: it is part of the fused multiply-add that adds the bias or, without bias, of the
 one in the exponential. Triton does not pipeline loads that feed an accumulator, so the bias follows the product.

@@ -58,7 +58,7 @@ def _declines_packed(problem: Problem, work: Pass) -> str | None:
     if problem.mask is not None:
         return "takes no mask beside a packed batch"
     if bias is not None and (packed is None or "bias" not in packed.forms):
-        return "takes a bias of a packed batch along its keys or queries alone, packed as they are"
+        return "takes no ragged or padded bias of a packed batch, only one number for each packed key or query"
     if problem.totals is not None and max(problem.totals) > RAGGED_ROWS:
         return f"counts the rows of a packed batch up to {RAGGED_ROWS}"
     return None

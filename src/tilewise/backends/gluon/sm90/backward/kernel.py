@@ -2,13 +2,15 @@
 
 Score tiles are transposed (rows are keys), so that Pᵀ and dSᵀ feed dV = Pᵀ dO and dK = dSᵀ Q straight from registers.
 dS passes once through shared memory for dQ = dS K. dQ is summed over the key tiles by float32 reduce-adds, in no fixed
-order unless ORDERED, see `dq`. dBias leaves the shared memory of dS by a TMA store; see `dbias_reduce` if it is shared.
+order unless ORDERED, see `dq`. dBias leaves the shared memory of dS by a TMA store; see `dbias.DBiasMode` if it is
+shared.
 
-Two warpgroups compute 64 keys each and synchronize where dS is complete: at head dimension 64 once for 128 queries,
-which they compute in two subtiles. Other warps load, add dQ, and store dK and dV, see `backward.warps`. A work tile is
-a key tile with all queries that see it; a program has one, or is persistent. Past head dimension 128 the registers of
-both warpgroups hold dK and dV of only 64 keys: they have the same keys and compute half of the columns of each product.
-Both then need all of P and dS, which pass through shared memory with a barrier each.
+Two warpgroups (one where a tile has 64 keys) compute 64 keys each and synchronize where dS is complete: at head
+dimension 64 once for 128 queries, which they compute in two subtiles. Other warps load, add dQ, and store dK and dV,
+see `backward.warps`. A work tile is a key tile with all queries that see it; a program has one, or is persistent. Past
+head dimension 128 the registers of both warpgroups hold dK and dV of only 64 keys: they have the same keys and compute
+half of the columns of each product. Both then need all of P and dS, which pass through shared memory with a barrier
+each.
 """
 
 from __future__ import annotations

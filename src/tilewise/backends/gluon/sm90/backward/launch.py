@@ -406,8 +406,8 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
     p, broadcast = problem, broadcast_group(problem)
     if p.totals is not None:  # work tiles know their sequence's lengths; these are strides and upper bounds
         row_tiles, key_tiles = p.totals[0] // config.block_m + p.batch, p.totals[1] // config.block_n + p.batch
-        # The work tiles that zero a head's dq_accum have begun when the head's own start, this much later. Computing
-        # warps that add to dq_accum would have to wait for them, which spills: then all is zeroed before.
+        # A work tile zeroes the dq_accum of the one that starts ``zeroed`` later. Where computing warps add to
+        # dq_accum, waiting for that spills registers: the preprocess then zeroes everything.
         zeroed = multiprocessors(device) * config.programs + -(-p.keys // config.block_n)
         if config.dq_stored or not config.dq_by_tma:
             zeroed = 1 << 29

@@ -23,7 +23,7 @@ class BackwardSizes(NamedTuple):
     broadcast_heads: int
     ds_buffer_groups: int  # groups of programs whose dS the buffer of `dbias_reduce` holds
     lag: int  # a group reduces the dBias of the group this much earlier
-    # Key/value heads whose dq_accum is zeroed before the kernel; the head this much earlier zeroes that of a later one.
+    # The preprocess zeroes dq_accum of this many key/value heads; head h of the kernel zeroes that of head h + zeroed.
     # Packed batch: work tiles, since heads differ in length.
     zeroed: int
 

@@ -156,7 +156,7 @@ def signal_done(tile_index, x, counts, terms, sizes, c):
 
 @gluon.jit
 def add(x, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes, c):
-    """Add dQ, store dK and dV, and count work tiles as done: the role of one warp."""
+    """Add dQ, store dK and dV, count work tiles as done; without DYNAMIC also load K and V: the role of one warp."""
     step = gl.to_tensor(0)
     if c.DYNAMIC:
         nth = 0
@@ -186,7 +186,7 @@ def add(x, keys, values, dq_pipeline, shared, tile_indices, counts, terms, sizes
 
 @gluon.jit
 def background(x, keys, values, dbias_tiles, slots, arrived, tile_indices, counts, terms, sizes, c):
-    """Load K and V and zero dQ for later work, or reduce dBias of earlier groups: the role of two warps."""
+    """Load K and V and zero dQ for later work (DYNAMIC), or reduce dBias of earlier groups: the role of two warps."""
     if c.DBIAS == "reduce":
         reduce_earlier_group(dbias_tiles, slots, arrived, counts, terms, sizes, c)
     elif c.DYNAMIC:

@@ -1,8 +1,9 @@
 """Forward on Hopper: FlashAttention-3 (arXiv 2407.08608), Algorithms 1 and 2, with a pipeline of bias tiles.
 
 One warp loads Q, K and V by TMA; one warp per computing warpgroup loads its bias. A computing warpgroup has 64 queries:
-it issues Q·Kᵀ of one key tile together with P·V of the previous one, and the softmax of one overlaps the product of the
-other. Every role iterates over the same tiles, from the last key to the first.
+it issues Q·Kᵀ of one key tile together with P·V of the previous one. Within a warpgroup the softmax of a tile overlaps
+P·V of the tile before; across warpgroups one computes its softmax while another uses the tensor cores. Every role
+iterates over the same tiles, from the last key to the first.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class ForwardPipelines(NamedTuple):
 class ForwardState(NamedTuple):
     """State of a warpgroup between key tiles."""
 
-    m: Any  # running maximum of each row, in units of 1/scale
+    m: Any  # running maximum of each row, of unscaled scores
     l: Any  # noqa: E741  (running sum of each row, or of each thread of a row)
     o: Any  # without the last key tile
     p: Any  # P of the last key tile
@@ -235,9 +236,9 @@ def mma_one_n_block(
     """Compute Q·Kᵀ and softmax of the ``i``-th key tile, overlapping P·V of the previous one; return the new
     `ForwardState`.
 
-    words: the `Stream` of dropout, or None. FIRST: the first key tile of a query tile. BAND: see `scores`. RANGE: the
-    tile relative to the distances with an entry, if the loop fixes it: "inside", or "outside", without a bias; else
-    "any". toeplitz: for a Toeplitz bias its `diagonal_of`, or if "outside" the `Line` of the tile.
+    words: the `Stream` of dropout, or None. FIRST: the first key tile in the loop, of the last keys. BAND: see
+    `scores`. RANGE: the tile relative to the distances with an entry, if the loop fixes it: "inside", or "outside",
+    without a bias; else "any". toeplitz: for a Toeplitz bias its `diagonal_of`, or if "outside" the `Line` of the tile.
     """
     BIASED: gl.constexpr = RANGE != "outside"
     ASKS: gl.constexpr = RANGE == "any" and (c.RANGE_LO or c.RANGE_HI)
@@ -524,7 +525,7 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
                 step += 1
         taken = state.taken
 
-        # PV of the first tile of keys
+        # PV of the last tile in the loop
         if not c.O_IN_Q and not c.Q_IN_REGISTERS:
             release(pipelines.q, slot)
         v_slot = slot_of(pipelines.v, step - 1)
