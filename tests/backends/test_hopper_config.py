@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +20,30 @@ if importlib.util.find_spec("triton") is None:
 
 from tilewise.backends import Inputs, Needs, Outputs
 from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+from tilewise.backends.gluon.sm90.common import config as tables
 from tilewise.backends.gluon.sm90.common.config import backward_config, forward_config
 from tilewise.backends.gluon.sm90.forward import launch
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook"
+
+
+def sections(page):
+    """The anchors of a page's headings, as the site makes them."""
+    headings = re.findall(r"^#+ (.+)$", (NOTEBOOK / page).read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("table", ["FORWARD_TILES", "FORWARD_FIELDS", "BACKWARD_TILES", "BACKWARD_FIELDS"])
+def test_sources_of_rules_are_sections(table):
+    sources = [rule.source.partition(".md#") for rule in getattr(tables, table)]
+    named = [(f"{page}.md", section) for page, mark, section in sources if mark]
+    assert len(named) >= len(sources) / 2
+    assert [(page, section) for page, section in named if section not in sections(page)] == []
+
+
+@pytest.mark.parametrize("table", [tables.FORWARD_TILES, tables.BACKWARD_TILES], ids=["forward", "backward"])
+def test_each_width_has_tiles_without_a_condition(table):
+    assert {width for rule in table if rule.when is tables._always for width in rule.widths} == set(tables.WIDTHS)
 
 
 def of(scale, dtype, **changes):

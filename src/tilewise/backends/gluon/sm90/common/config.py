@@ -1,9 +1,17 @@
-"""Tile sizes, warpgroups and pipeline stages of the Hopper kernels, and the reasons for them."""
+"""Tables of the tile sizes, warpgroups, pipeline stages and flags of the Hopper kernels.
+
+`FORWARD_TILES` and `BACKWARD_TILES` choose the tiles of a program: the first row that matches wins. `FORWARD_FIELDS`
+and `BACKWARD_FIELDS` set other fields of a configuration: of the rows that match and set a field the first one wins,
+and a field without such a row has its default. A row's source is the section of docs/notebook with its measurement, or
+else the reason.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +28,10 @@ ELEMENTS = 3  # batch elements per program of the backward, see `is_batched`
 BATCHED_FROM = 128  # the fewest queries, and keys
 MOST_PROGRAMS = 8  # programs of a group that shares a bias, at most; see dbias_reduce
 L2_CACHE = 32 * 1024**2  # bytes, of 50 MiB, that are still cached when the next program reads them
+WIDTHS = (32, 64, 128, 256)  # all widths of tiles, see `backward_width`
+NO_SECTION = "not in the notebook"
+
+Tiles = TypeVar("Tiles")
 
 
 def most_registers(programs: int, warpgroups: int) -> dict[str, int]:
@@ -30,6 +42,85 @@ def most_registers(programs: int, warpgroups: int) -> dict[str, int]:
     """
     most = 65536 // (programs * warpgroups * 128) // 8 * 8
     return {} if programs == 1 and most < 255 else {"maxnreg": min(most, 248)}
+
+
+def padded(n: int) -> int:
+    """Return the next power of two, at least 32: the width of a tile, which TMA pads with zeros."""
+    return max(32, 1 << (n - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Traits:
+    """A problem and those of its properties that many rules ask for.
+
+    Attributes:
+        problem: the problem, for other properties.
+        width: columns of the tiles, see `backward_width`.
+        bias_bytes: bytes per element of the bias tile; 0 without one. A bias along the keys or the queries has no tile.
+        has_key_bias: the bias varies along the keys alone.
+        has_mask: a mask hides keys.
+        has_window: a causal or local window hides keys.
+        is_capped: scores have a softcap.
+    """
+
+    problem: Problem
+    width: int
+    bias_bytes: int
+    has_key_bias: bool
+    has_mask: bool
+    has_window: bool
+    is_capped: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> Traits:
+        bias, score = problem.bias, problem.score
+        return cls(
+            problem, backward_width(problem), problem.bias_itemsize, bias is not None and bias.axes == BiasKind.COLS,
+            problem.mask is not None, not score.band.unlimited, score.transformed,
+        )  # fmt: skip
+
+
+class TileRule(NamedTuple, Generic[Tiles]):
+    """A row of a table of tiles.
+
+    Attributes:
+        widths: widths of tiles to which it applies.
+        when: condition on the problem.
+        source: section of docs/notebook, or the reason.
+        tiles: the choice.
+    """
+
+    widths: tuple[int, ...]
+    when: Callable[[Traits], bool]
+    source: str
+    tiles: Tiles
+
+
+class FieldRule(NamedTuple, Generic[Tiles]):
+    """A row of a table of fields: like `TileRule`, but ``when`` has the chosen tiles too, and ``fields`` are set."""
+
+    widths: tuple[int, ...]
+    when: Callable[[Traits, Tiles], bool]
+    source: str
+    fields: dict[str, Any]
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+def _first_tiles(rules: tuple[TileRule[Tiles], ...], x: Traits) -> Tiles:
+    """Return the tiles of the first rule that matches."""
+    return next(rule.tiles for rule in rules if x.width in rule.widths and rule.when(x))
+
+
+def _first_fields(rules: tuple[FieldRule[Tiles], ...], x: Traits, tiles: Tiles) -> dict[str, Any]:
+    """Return the fields that matching rules set; the first rule that sets a field wins."""
+    found: dict[str, Any] = {}
+    for rule in rules:
+        if x.width in rule.widths and rule.when(x, tiles):
+            found = rule.fields | found
+    return found
 
 
 @dataclass(frozen=True)
@@ -62,16 +153,16 @@ class ForwardConfig:
     block_n: int
     warpgroups: int
     q_stages: int
-    stages: int
-    bias_stages: int
-    bias_first: bool
-    lazy: bool
-    dynamic: bool
-    o_in_q: bool
     q_in_registers: bool
-    scale_in_q: bool
     registers: tuple[int, int]
     programs: int = 1
+    stages: int = 2
+    bias_stages: int = 0
+    bias_first: bool = False
+    lazy: bool = False
+    dynamic: bool = False
+    o_in_q: bool = False
+    scale_in_q: bool = False
     sums_by_thread: bool = False
     peeled: bool = False
     skips_hidden: bool = False
@@ -83,11 +174,6 @@ class ForwardConfig:
         return self.warpgroups * ROWS
 
 
-def padded(n: int) -> int:
-    """Return the next power of two, at least 32: the width of a tile, which TMA pads with zeros."""
-    return max(32, 1 << (n - 1).bit_length())
-
-
 def _scales_exactly(problem: Problem) -> bool:
     """True if multiplying queries by the scale does not round: the scale is a power of two, within the exponent range.
     bfloat16 has that range for elements down to 2^-110; smaller ones may lose 2^-134 each, as if rounded to bfloat16
@@ -97,10 +183,9 @@ def _scales_exactly(problem: Problem) -> bool:
 
 
 def sees_few(queries: int, keys: int, lo: int | None, hi: int | None) -> bool:
-    """True if queries see few keys: tiles of 192 queries that the window cuts waste more than those of 128 (H200,
-    D=64).
+    """True if queries see few keys: tiles of 192 queries that the window cuts waste more than those of 128.
 
-    lo, hi: limits of the window.
+    lo, hi: limits of the window. Source: docs/notebook/hopper-forward.md#warpgroups-and-registers.
     """
     return keys < 2048 or visible_pairs(queries, keys, Band(lo, hi)) // max(1, queries) < 2048
 
@@ -117,7 +202,10 @@ def hides_keys(problem: Problem) -> bool:
 
 
 def has_small_heads(problem: Problem) -> bool:
-    """True if `small_heads_kernel` runs, which loads K, V and the bias of a key tile together."""
+    """True if `small_heads_kernel` runs, which loads K, V and the bias of a key tile together.
+
+    Source: docs/notebook/hopper-forward.md#pair-bias.
+    """
     p, score = problem, problem.score
     if (p.mask is not None and not hides_keys(p)) or p.parts is not None or p.totals is not None or p.sink is not None:
         return False
@@ -126,61 +214,131 @@ def has_small_heads(problem: Problem) -> bool:
     return backward_width(p) == 32 and p.bias_itemsize == 2 and score.band.unlimited
 
 
+class ForwardTiles(NamedTuple):
+    """Tiles of a forward program, and other fields of `ForwardConfig` that depend on the same conditions."""
+
+    block_n: int
+    warpgroups: int
+    q_in_registers: bool = True
+    q_stages: int = 1
+    registers: tuple[int, int] = (240, 24)
+    programs: int = 1
+
+
+def _runs_small_programs(x: Traits) -> bool:
+    """True if small programs share a multiprocessor: one computes while the other waits for its bias."""
+    return x.bias_bytes > 0 and not x.is_capped and (not x.has_mask or has_small_heads(x.problem))
+
+
+def _runs_three_warpgroups(x: Traits) -> bool:
+    """True if a third warpgroup shares key tiles with two others: 160 registers per thread are enough."""
+    has_few_terms = not (x.bias_bytes or x.has_mask or x.is_capped or x.problem.score.dropout)
+    return has_few_terms and not (x.has_window and sees_few(*band_of(x.problem)))
+
+
+def _masks_queries(x: Traits) -> bool:
+    """True if a mask differs between queries, and there is no bias tile."""
+    return not x.bias_bytes and x.problem.mask is not None and x.problem.mask.rows > 1
+
+
+def _caps_bias(x: Traits) -> bool:
+    """True if there are a softcap and a bias, which take more registers together."""
+    return x.is_capped and (x.bias_bytes > 0 or x.has_key_bias)
+
+
+# 240 registers hold S and P of 128 keys and O of 128 dimensions, or 64 keys and 256 dimensions. With a mask of keys
+# alone Q in registers gains 3 % at D=64 (H200).
+FORWARD_TILES: tuple[TileRule[ForwardTiles], ...] = (
+    TileRule((32,), _runs_small_programs, "hopper-forward.md#pair-bias",
+             ForwardTiles(block_n=64, warpgroups=2, q_in_registers=False, q_stages=2, registers=(104, 32), programs=2)),
+    TileRule((32, 64), _runs_three_warpgroups, "hopper-forward.md#warpgroups-and-registers",
+             ForwardTiles(block_n=128, warpgroups=3, q_in_registers=False, q_stages=2, registers=(160, 32))),
+    TileRule((64,), _masks_queries, "hopper-forward.md#warpgroups-and-registers",
+             ForwardTiles(block_n=128, warpgroups=2, q_in_registers=False, q_stages=2)),
+    TileRule((128,), lambda x: x.bias_bytes == 4, "shared memory", ForwardTiles(block_n=64, warpgroups=2)),
+    TileRule((128,), _caps_bias, "registers", ForwardTiles(block_n=64, warpgroups=2)),
+    TileRule((32, 64, 128), _always, "hopper-forward.md#warpgroups-and-registers",
+             ForwardTiles(block_n=128, warpgroups=2)),
+    TileRule((256,), _always, "registers", ForwardTiles(block_n=64, warpgroups=2, q_in_registers=False)),
+)  # fmt: skip
+
+
+def _scales_q(x: Traits, tiles: ForwardTiles) -> bool:
+    """True if Q is scaled when it is read into registers, which saves the multiplication of a bias tile."""
+    return tiles.q_in_registers and x.bias_bytes > 0 and not x.is_capped and _scales_exactly(x.problem)
+
+
+def _ends_below(x: Traits) -> bool:
+    """True if a bias by relative position ends: most tiles of long rows have no entry."""
+    return ends(x.problem).lo
+
+
+def _has_plain_tiles(x: Traits, tiles: ForwardTiles) -> bool:
+    """True if all tiles, or most tiles of long rows, have neither a bias nor a mask."""
+    return not (x.bias_bytes or x.has_mask) or (_ends_below(x) and tiles.programs == 1)
+
+
+def _has_unknown_key_tiles(x: Traits, tiles: ForwardTiles) -> bool:
+    """True if lengths or norms on the device decide how many key tiles a query tile visits."""
+    return toeplitz_constants(x.problem, 2 * tiles.block_n)["UNDERFLOWS"] or x.problem.totals is not None
+
+
+def _has_causal_edge(x: Traits) -> bool:
+    """True if the window is limited on the right alone, and there is no mask."""
+    band = x.problem.score.band
+    return band.hi is not None and band.lo is None and not x.has_mask
+
+
+def _fills_shared_memory(x: Traits) -> bool:
+    """True if Q, K, V and the bias leave no shared memory for O."""
+    return x.width == 256 or (x.width == 128 and x.bias_bytes > 0)
+
+
+def _stores_o_in_bias(x: Traits, tiles: ForwardTiles) -> bool:
+    """True if O is as large as a stage of the pipeline of a bias by relative position."""
+    p = x.problem
+    is_relative = p.score.query is not None and p.bias is not None and p.bias.dtype == p.dtype
+    return _fills_shared_memory(x) and is_relative and tiles.block_n == padded(p.value_dim)
+
+
+def _stores_o_in_q(x: Traits, tiles: ForwardTiles) -> bool:
+    """True if O is as large as Q, and the bias pipeline is not used for it."""
+    is_as_large = padded(x.problem.head_dim) == padded(x.problem.value_dim)
+    return _fills_shared_memory(x) and is_as_large and not _stores_o_in_bias(x, tiles)
+
+
+FORWARD_FIELDS: tuple[FieldRule[ForwardTiles], ...] = (
+    FieldRule((64,), lambda x, t: x.has_window and not x.bias_bytes and t.warpgroups == 2, NO_SECTION, {"stages": 3}),
+    FieldRule((256,), lambda x, _: x.bias_bytes == 4, "shared memory", {"bias_stages": 1}),
+    FieldRule(WIDTHS, lambda x, _: x.bias_bytes > 0, "hopper-forward.md#warpgroups-and-registers", {"bias_stages": 2}),
+    FieldRule(WIDTHS, lambda x, _: (x.bias_bytes > 0 or x.has_key_bias) and not x.is_capped, "hopper-forward.md#bias",
+              {"bias_first": True}),
+    FieldRule(WIDTHS, _scales_q, "hopper-forward.md#softmax-and-o", {"scale_in_q": True}),
+    # Rescaling costs more than the branch, except beside a bias at 128 dimensions, or in small programs.
+    FieldRule((32, 64), lambda _, t: t.programs == 1, "hopper-forward.md#softmax-and-o", {"lazy": True}),
+    FieldRule((128, 256), lambda x, _: not x.bias_bytes or _ends_below(x), "hopper-forward.md#softmax-and-o",
+              {"lazy": True}),
+    FieldRule((64,), lambda x, _: _masks_queries(x), NO_SECTION, {"sums_by_thread": True}),
+    FieldRule((32, 64, 256), _has_plain_tiles, "hopper-forward.md#softmax-and-o", {"sums_by_thread": True}),
+    FieldRule((128,), lambda x, t: x.has_window and _has_plain_tiles(x, t), "hopper-forward.md#softmax-and-o",
+              {"sums_by_thread": True}),
+    FieldRule(WIDTHS, lambda x, t: x.has_window or (x.has_mask and t.programs == 1), "hopper-forward.md#scheduling",
+              {"dynamic": True}),
+    FieldRule(WIDTHS, _has_unknown_key_tiles, "the host does not know the number of key tiles", {"dynamic": True}),
+    FieldRule(WIDTHS, lambda x, _: _has_causal_edge(x), "hopper-forward.md#causal-and-local-windows", {"peeled": True}),
+    FieldRule(WIDTHS, lambda x, t: _has_causal_edge(x) and t.warpgroups * ROWS > t.block_n,
+              "hopper-forward.md#causal-and-local-windows", {"skips_hidden": True}),
+    FieldRule(WIDTHS, _stores_o_in_bias, "shared memory", {"o_in_bias": True}),
+    FieldRule(WIDTHS, _stores_o_in_q, "shared memory", {"o_in_q": True}),
+    FieldRule((128,), _always, "hopper-forward.md#dropout", {"words_last": True}),
+)  # fmt: skip
+
+
 def forward_config(problem: Problem) -> ForwardConfig:
     """Return the forward's configuration."""
-    d = max(padded(problem.head_dim), padded(problem.value_dim))
-    bias = problem.bias_itemsize
-    # A bias along the keys or the queries has no tiles: the configuration is that without a bias.
-    along_keys = problem.bias is not None and problem.bias.axes == BiasKind.COLS
-    # 240 registers hold S and P of 128 keys and O of 128 dimensions; with O of 256 dimensions 64 keys fit.
-    # A float32 bias tile takes twice the shared memory of a 16-bit one, and a softcap with any bias takes more
-    # registers: half the keys.
-    band, capped = not problem.score.band.unlimited, problem.score.transformed
-    masked = problem.mask is not None
-    plain = not bias and not masked
-    crowded = capped and (bias > 0 or along_keys)
-    # With heads of 32 a tile is mostly softmax: two programs of half the keys fit a multiprocessor, and one computes
-    # while the other waits for its bias.
-    small = d == 32 and bias > 0 and not capped and (not masked or has_small_heads(problem))
-    block_n = 64 if small or d == 256 or (d == 128 and (bias == 4 or crowded)) else 128
-    # A third warpgroup shares key tiles with two others: faster if 160 registers per thread are enough.
-    three = d <= 64 and plain and not (capped or problem.score.dropout)
-    three = three and not (band and sees_few(*band_of(problem)))
-    in_registers = not (three or small) and d <= 128
-    # except with a mask that differs between queries (5 % slower); with a mask of keys 3 % faster (H200, D=64)
-    by_rows = d == 64 and not bias and problem.mask is not None and problem.mask.rows > 1
-    in_registers = in_registers and not by_rows
-    apart = problem.score.band.hi is not None and problem.score.band.lo is None and not masked
-    # Bias by relative position whose range ends: most tiles of long rows have no entry, as if there was no bias.
-    ends_below = ends(problem).lo
-    rows = (3 if three else 2) * ROWS
-    fills = d == 256 or (bias > 0 and d == 128)  # no shared memory is left for O
-    by_distance = problem.score.query is not None and problem.bias is not None and problem.bias.dtype == problem.dtype
-    o_in_bias = fills and by_distance and block_n == padded(problem.value_dim)
-    underflows = toeplitz_constants(problem, 2 * block_n)["UNDERFLOWS"]
-    return ForwardConfig(
-        block_n=block_n,
-        warpgroups=3 if three else 2,
-        q_stages=1 if d == 256 or in_registers else 2,
-        stages=3 if d == 64 and band and not bias and not three else 2,
-        bias_stages=0 if not bias else 1 if d == 256 and bias == 4 else 2,
-        bias_first=(bias > 0 or along_keys) and not capped,
-        # Rescaling costs more than the branch, except beside a bias at 128 dimensions, or in small programs (H200).
-        lazy=(not bias or ends_below) if d >= 128 else not small,
-        # the host does not know the number of key tiles
-        dynamic=underflows or band or (masked and not small) or problem.totals is not None,
-        q_in_registers=in_registers,
-        scale_in_q=in_registers and bias > 0 and not capped and _scales_exactly(problem),
-        o_in_q=fills and not o_in_bias and padded(problem.head_dim) == padded(problem.value_dim),
-        o_in_bias=o_in_bias,
-        registers=(104, 32) if small else (160, 32) if three else (240, 24),
-        programs=2 if small else 1,
-        # 1 to 2 % faster; slower beside a bias, and at 128 dimensions without a window (H200).
-        sums_by_thread=((plain or (ends_below and not small)) and (d != 128 or band)) or by_rows,
-        peeled=apart,
-        skips_hidden=apart and rows > block_n,  # else it skips nothing, and costs 1 %
-        words_last=d == 128,  # Q in registers leaves none for the words (H200); at D=64 this is 8 % slower
-    )
+    x = Traits.of(problem)
+    tiles = _first_tiles(FORWARD_TILES, x)
+    return ForwardConfig(**tiles._asdict(), **_first_fields(FORWARD_FIELDS, x, tiles))
 
 
 @dataclass(frozen=True)
@@ -217,19 +375,19 @@ class BackwardConfig:
     block_m: int
     block_n: int
     warpgroups: int
-    stages: int
-    do_stages: int
-    dq_parts: int
-    dq_by_tma: bool
-    ahead: bool
     sum_bytes: int
     programs: int = 1
+    stages: int = 2
+    do_stages: int = 2
+    dq_parts: int = 1
+    dq_by_tma: bool = False
+    ahead: bool = False
     loading_registers: int = 24
     m_subtiles: int = 1
     peeled: bool = False
     key_stages: int = 1
     value_stages: int = 1
-    dynamic: bool = False
+    dynamic: bool = True
     head_swizzle: int = 1
     deferred_release: bool = False
     k_in_registers: bool = False
@@ -255,13 +413,14 @@ def head_swizzle(problem: Problem, queries: int) -> int:
     With a causal window key tiles differ in length: the longest of eight heads run first, so that short ones run last.
     Tiles of a local window are equally long, and one head after the other is faster (2 % at windows of 512 and 2,048 of
     16,384 keys, H200, D=128). With a fixed order each program follows the previous one by a step or two, so that
-    several heads run at once: as many as have Q, dO and the float32 dQ sum in the L2 cache.
+    several heads run at once: as many as have Q, dO and the float32 dQ sum in the L2 cache. Sources:
+    docs/notebook/hopper-backward.md#scheduling and #deterministictrue.
     """
     band, width = problem.score.band, backward_width(problem)
     least = 1 if band.unlimited or longest_first(problem) else 8
     if not problem.deterministic:
         return 1 if width == 128 and band.lo is not None and band.hi is not None else least
-    return min(max(heads_in_cache(problem, queries), least), 32 if width <= 64 else 16)  # more are slower (H200)
+    return min(max(heads_in_cache(problem, queries), least), 32 if width <= 64 else 16)  # more are slower
 
 
 def heads_in_cache(problem: Problem, queries: int) -> int:
@@ -281,10 +440,9 @@ def longest_first(problem: Problem) -> bool:
     """True if the backward orders work tiles longest first, because heads or batch elements share a matrix bias.
 
     They run side by side to read it once. Programs of similar length stay in step, so that the L2 cache serves Q, dO
-    and dq_accum of the heads that run together to more than one of them, as without a mask (H100, 25 % of blocks of
-    16,384 keys, D=128, 16 heads: 5.2 ms to 3.7). False with a fixed order, and where neighbours visit the same queries
-    and stay in step anyway (documents: 0.70 ms to 0.88); for block masks of this kind `longest_first_kernel` detects
-    it.
+    and dq_accum of the heads that run together to more than one of them, as without a mask. False with a fixed order,
+    and where neighbours visit the same queries and stay in step anyway, as with documents; for block masks of this kind
+    `longest_first_kernel` detects it. Source: docs/notebook/hopper-forward.md#masks-by-tiles.
     """
     p, bias = problem, problem.bias
     if bias is None or bias.axes != BiasKind.MATRIX or not scatters(p) or p.deterministic or p.score.query is not None:
@@ -305,10 +463,12 @@ def _dense_stores(problem: Problem) -> bool:
 
 
 def is_batched(problem: Problem) -> bool:
-    """True if a backward program computes several batch elements, which share a bias that has a gradient. For heads of
-    32, with enough batch elements for all programs (H200, H = 4, speed relative to one element per program: 1.14 to
-    1.43 for 32 to 192 batch elements and 192 to 768 queries and keys, 1.03 to 1.14 for 128; 0.82 for 16 batch
-    elements)."""
+    """True if a backward program computes several batch elements, which share a bias that has a gradient.
+
+    For heads of 32, with enough batch elements for all programs. Source:
+    docs/notebook/hopper-backward.md#the-pair-bias. The gain is 1.03 to 1.14 with 128 queries and keys, and 1.14 to 1.43
+    with 192 to 768 (H200, H = 4, 32 to 192 batch elements).
+    """
     p, bias, score = problem, problem.bias, problem.score
     if bias is None or not p.bias_grad or p.bias_itemsize != p.dtype.itemsize or bias.dtype != p.dtype:
         return False
@@ -324,9 +484,13 @@ def is_batched(problem: Problem) -> bool:
 
 def dbias_sums(problem: Problem) -> int:
     """Return the number of sums of dBias if programs that share a bias add dS tiles in its dtype, in any order; else 0.
-    A 16-bit sum has at most eight summands: it is then nearer to float64 than unfused torch, which rounds dS more often
-    (at most 0.75 of its error; with sixteen 1.5). Two such sums take as much memory as a float32 one. If q has the
-    other 16-bit dtype, unfused torch has float32 scores and rounds dBias once; so do the other methods."""
+
+    A 16-bit sum has at most eight summands: it is then nearer to float64 than unfused torch, which rounds dS more
+    often. Two such sums take as much memory as a float32 one. If q has the other 16-bit dtype, unfused torch has
+    float32 scores and rounds dBias once; so do the other methods.
+
+    Source: docs/notebook/hopper-backward.md#a-shared-dbias.
+    """
     bias = problem.bias
     if bias is None or problem.deterministic or problem.score.query is not None or bias.axes != BiasKind.MATRIX:
         return 0
@@ -341,83 +505,180 @@ def dbias_sums(problem: Problem) -> int:
     return 2 if broadcast_size <= 2 * MOST_PROGRAMS and group.batch * group.kv_heads % 2 == 0 else 0
 
 
+class BackwardTiles(NamedTuple):
+    """Tiles of a backward program, fields of `BackwardConfig`."""
+
+    block_n: int
+    warpgroups: int
+    block_m: int = ROWS
+    m_subtiles: int = 1
+    programs: int = 1
+    elements: int = 1
+
+
+def _casts_ds(x: Traits) -> bool:
+    """True if the bias tile has another dtype than Q: dS has a tile of its own."""
+    bias = x.problem.bias
+    return x.bias_bytes > 0 and bias is not None and bias.dtype != x.problem.dtype
+
+
+def _shares_bias(x: Traits) -> bool:
+    """True if batch elements or heads share the bias tile."""
+    bias = x.problem.bias
+    return x.bias_bytes > 0 and bias is not None and not x.problem.broadcast_group(bias).single
+
+
+def _adds_to_float32(x: Traits) -> bool:
+    """True if groups of programs add dBias to a float32 sum, for which two warps per multiprocessor are too few."""
+    p = x.problem
+    if not x.bias_bytes or p.bias is None or not p.bias_grad or dbias_sums(p):
+        return False
+    group = p.broadcast_group(p.bias)
+    return MOST_PROGRAMS % (group.batch * group.kv_heads) != 0
+
+
+def _fits_subtiles(x: Traits) -> bool:
+    """True if registers hold two subtiles of queries; dropout beside a Toeplitz bias has loops of its own."""
+    drops = x.problem.score.dropout > 0 and x.problem.score.toeplitz is not None
+    return not (x.is_capped or x.has_mask or x.has_key_bias or drops)
+
+
+def _prefers_subtiles(x: Traits) -> bool:
+    """True if subtiles fit, and the window has no left limit."""
+    return _fits_subtiles(x) and x.problem.score.band.lo is None
+
+
+def _has_short_sequences(x: Traits) -> bool:
+    """True if a packed batch has as many tiles as sequences and heads: larger tiles would be mostly empty."""
+    return x.problem.totals is not None and max(x.problem.queries, x.problem.keys) <= ROWS
+
+
+def _halves_shared_bias(x: Traits) -> bool:
+    """True if programs that share a bias have half the keys."""
+    return _shares_bias(x) and (_casts_ds(x) or _adds_to_float32(x) or not _prefers_subtiles(x))
+
+
+def _halves_keys(x: Traits) -> bool:
+    """True if programs without a bias tile have half the keys, which would double the waits of a fixed order."""
+    return not (x.bias_bytes or x.problem.deterministic or _prefers_subtiles(x))
+
+
+# Registers hold S and dP of 64 queries, dK and dV of 128 keys and 128 dimensions; past these, dK and dV of 64 keys take
+# half of the registers of both warpgroups. Smaller programs that share a multiprocessor do not wait for each other, but
+# each reads Q and dO, and adds dQ, for half the keys.
+BACKWARD_TILES: tuple[TileRule[BackwardTiles], ...] = (
+    TileRule((32,), lambda x: is_batched(x.problem), "hopper-backward.md#the-pair-bias",
+             BackwardTiles(block_n=64, warpgroups=1, elements=ELEMENTS)),
+    TileRule((32,), lambda x: not (x.has_window or x.is_capped or x.bias_bytes == 4 or x.has_key_bias),
+             "hopper-backward.md#the-first-versions", BackwardTiles(block_n=64, warpgroups=1, programs=3)),
+    TileRule((32,), _always, "232 registers, not 136", BackwardTiles(block_n=64, warpgroups=1, programs=2)),
+    TileRule((64,), lambda x: x.bias_bytes == 4, "hopper-backward.md#the-first-versions",
+             BackwardTiles(block_n=128, warpgroups=2)),
+    TileRule((64,), _has_short_sequences, "hopper-backward.md#packed-batches",
+             BackwardTiles(block_n=64, warpgroups=1, programs=2)),
+    TileRule((64,), _halves_shared_bias, "hopper-backward.md#a-shared-dbias",
+             BackwardTiles(block_n=64, warpgroups=1, programs=2)),
+    TileRule((64,), _halves_keys, "hopper-backward.md#m-subtiles",
+             BackwardTiles(block_n=64, warpgroups=1, programs=2)),
+    TileRule((64,), _fits_subtiles, "hopper-backward.md#m-subtiles",
+             BackwardTiles(block_n=128, warpgroups=2, block_m=128, m_subtiles=2)),
+    TileRule((64,), _always, NO_SECTION, BackwardTiles(block_n=128, warpgroups=2)),
+    TileRule((128,), lambda x: x.bias_bytes == 4, "hopper-backward.md#the-first-versions",
+             BackwardTiles(block_n=64, warpgroups=1)),
+    TileRule((128,), _always, "registers", BackwardTiles(block_n=128, warpgroups=2)),
+    TileRule((256,), _always, "hopper-backward.md#heads-of-256", BackwardTiles(block_n=64, warpgroups=2)),
+)  # fmt: skip
+
+
+def _has_one_do_tile(x: Traits) -> bool:
+    """True if shared memory holds one tile of dO at 256 dimensions.
+
+    It holds K, V, two tiles of Q, for the next K·Qᵀ, and two of dO. Or one of dO, loaded during dQ, dK and that
+    product, and half of dQ; or a dS tile beside two of the bias; or one for a shared dBias beside dS.
+    """
+    return x.problem.deterministic or _casts_ds(x) or (_shares_bias(x) and x.is_capped)
+
+
+def _sums_diagonals(x: Traits) -> bool:
+    """True if a Toeplitz bias needs the registers of the next K·Qᵀ, and without subtiles those of K."""
+    parts, far = x.problem.parts, x.problem.score.toeplitz
+    return parts is not None and far is not None and ("toeplitz" in parts.grads or far.linear)
+
+
+def _issues_ahead(x: Traits, tiles: BackwardTiles) -> bool:
+    """True if registers hold the next K·Qᵀ. With a bias tile, which must come first, it is slower."""
+    return not (x.bias_bytes or _sums_diagonals(x) or (x.has_key_bias and tiles.programs > 1))
+
+
+def _holds_k(x: Traits, tiles: BackwardTiles) -> bool:
+    """True if registers hold K: shared-memory reads of wgmma are the limit, and 4 to 10 % are gained (H200)."""
+    return not x.bias_bytes and (tiles.m_subtiles > 1 or not _sums_diagonals(x))
+
+
+def _holds_v(x: Traits, tiles: BackwardTiles) -> bool:
+    """True if registers hold V beside K."""
+    has_registers = tiles.m_subtiles == 1 and (tiles.programs > 1 or not x.has_key_bias)
+    return has_registers and not x.bias_bytes and not _sums_diagonals(x)
+
+
+def _has_one_key_tile(x: Traits, tiles: BackwardTiles) -> bool:
+    """True if each query tile has one key tile, and its dQ is stored."""
+    p = x.problem
+    return p.keys <= tiles.block_n and (p.totals is not None or _dense_stores(p))
+
+
+def _loads_k_ahead(x: Traits, tiles: BackwardTiles) -> bool:
+    """True if work tiles are short, and shared memory holds two tiles of K and one of V."""
+    band = x.problem.score.band
+    is_short = x.problem.totals is not None or (band.lo is not None and band.hi is not None)
+    return is_short and not (x.bias_bytes or x.has_key_bias or x.has_mask or _has_one_key_tile(x, tiles))
+
+
+BACKWARD_FIELDS: tuple[FieldRule[BackwardTiles], ...] = (
+    FieldRule((32,), lambda _, t: t.elements > 1, "hopper-backward.md#the-pair-bias",
+              {"stages": 3, "do_stages": 3, "key_stages": 2, "value_stages": 2, "peeled": False,
+               "loading_registers": 72, "computing_registers": 144}),
+    FieldRule((256,), lambda x, _: _has_one_do_tile(x), "shared memory", {"do_stages": 1}),
+    FieldRule((256,), _always, "hopper-backward.md#heads-of-256", {"dq_parts": 2, "ahead": True}),
+    FieldRule((64,), _issues_ahead, "hopper-backward.md#m-subtiles", {"ahead": True}),
+    FieldRule((32, 64), lambda x, _: not x.bias_bytes, "hopper-backward.md#persistent-ctas",
+              {"key_stages": 2, "value_stages": 2}),
+    FieldRule((128,), _loads_k_ahead, "hopper-backward.md#packed-batches", {"key_stages": 2}),
+    FieldRule(WIDTHS, lambda x, _: x.problem.deterministic, "additions from registers have no order",
+              {"dq_by_tma": True}),
+    FieldRule((64, 128), _always, "hopper-backward.md#dqs-way-out", {"dq_by_tma": True}),
+    FieldRule((64, 128), _has_one_key_tile, "hopper-backward.md#packed-batches", {"dq_stored": True}),
+    FieldRule((32,), lambda x, _: x.problem.bias is None and not x.has_mask, "hopper-backward.md#m-subtiles",
+              {"k_in_registers": True}),
+    FieldRule((64,), _holds_k, "hopper-backward.md#m-subtiles", {"k_in_registers": True}),
+    FieldRule((64,), _holds_v, "hopper-backward.md#m-subtiles", {"v_in_registers": True}),
+    # At 64 dimensions separate loops are 3 % faster in subtiles; with a bias tile they would spill (H200).
+    FieldRule((64,), lambda x, t: t.m_subtiles > 1 and x.has_window and not x.bias_bytes,
+              "hopper-backward.md#m-subtiles", {"peeled": True}),
+    FieldRule((32, 128), lambda x, _: not x.has_mask, "hopper-backward.md#m-subtiles", {"peeled": True}),
+    FieldRule((128, 256), lambda x, _: x.has_key_bias, "hopper-backward.md#persistent-ctas", {"dynamic": False}),
+    FieldRule((64,), lambda x, _: x.has_window and x.bias_bytes > 0, "hopper-backward.md#persistent-ctas",
+              {"dynamic": False}),
+    FieldRule((256,), lambda x, _: x.is_capped and x.bias_bytes > 0, "registers", {"dynamic": False}),
+)  # fmt: skip
+
+
+def _sum_bytes(x: Traits, tiles: BackwardTiles) -> int:
+    """Return `BackwardConfig.sum_bytes`, for 8192 elements, or half where tiles leave no more shared memory."""
+    if tiles.elements > 1:
+        return 0
+    crowded = x.width == 128 and x.bias_bytes != 4 and x.has_mask and (_casts_ds(x) or x.is_capped)
+    return (4 if x.bias_bytes == 4 else 2) * (4096 if crowded or x.width == 256 else 8192)
+
+
 def backward_config(problem: Problem) -> BackwardConfig:
-    """Return the backward's configuration. Registers hold S and dP of 64 queries, dK and dV of 128 keys and 128
-    dimensions."""
-    d, bias = backward_width(problem), problem.bias
-    tile, along_keys = problem.bias_itemsize > 0, bias is not None and bias.axes == BiasKind.COLS
-    swizzle = head_swizzle(problem, problem.queries)
-    later = problem.deterministic and problem.score.band.unlimited and swizzle > 1
-    apart = tile and bias is not None and bias.dtype != problem.dtype
-    shared = tile and bias is not None and not problem.broadcast_group(bias).single
-    if d == 256:
-        # dK and dV of 64 keys take half of the registers of both warpgroups. Shared memory holds K, V, two tiles of Q,
-        # for the next K·Qᵀ, and two of dO. Or one of dO, loaded during dQ, dK and that product, and half of dQ; or a dS
-        # tile beside two of the bias; or one for a shared dBias beside dS.
-        one = problem.deterministic or apart or (shared and problem.score.transformed)
-        return BackwardConfig(
-            block_m=64, block_n=ROWS, warpgroups=2, stages=2, do_stages=1 if one else 2, dq_parts=2,
-            dq_by_tma=problem.deterministic, ahead=True, sum_bytes=16384 if problem.bias_itemsize == 4 else 8192,
-            dynamic=not (along_keys or (tile and problem.score.transformed)),  # these would spill
-            head_swizzle=swizzle, deferred_release=later,
-        )  # fmt: skip
-    if is_batched(problem):
-        return BackwardConfig(
-            block_m=64, block_n=ROWS, warpgroups=1, stages=3, do_stages=3, dq_parts=1, dq_by_tma=False, ahead=False,
-            sum_bytes=0, loading_registers=72, key_stages=2, value_stages=2, dynamic=True, elements=ELEMENTS,
-            computing_registers=144,
-        )  # fmt: skip
-    # Smaller programs that share a multiprocessor do not wait for each other, but each reads Q and dO, and adds dQ, for
-    # half the keys: faster with heads of 32, and of 64 where tiles have no subtiles (H200).
-    capped = problem.score.transformed
-    band, masked = problem.score.band, problem.mask is not None
-    programs = 1
-    # A float32 bias has tiles of twice the size, and a separate dS tile: fewer programs fit, and at 128 dimensions half
-    # the keys.
-    wide = problem.bias_itemsize == 4
-    words = bool(problem.score.dropout) and problem.score.toeplitz is not None  # dropout, in loops of its own
-    plain = band.lo is None and not (capped or masked or along_keys or words)  # subtiles fit
-    # In a packed batch of short sequences a larger tile is mostly empty, and there are as many tiles as sequences and
-    # heads: more programs side by side.
-    short = problem.totals is not None and max(problem.queries, problem.keys) <= ROWS
-    # Also with a shared bias, except where dS is added to a sum, for which two warps are too few.
-    group = problem.broadcast_group(bias) if tile and bias is not None else None
-    onto_sum = group is not None and problem.bias_grad and MOST_PROGRAMS % (group.batch * group.kv_heads) != 0
-    onto_sum = onto_sum and not dbias_sums(problem)
-    halved = shared and (apart or onto_sum or not plain)
-    if d == 32:
-        small = band.unlimited and not (capped or wide or along_keys)
-        programs = 3 if small else 2  # 136 registers, or 232
-    elif d == 64 and not wide and (short or halved or not (tile or problem.deterministic or plain)):
-        programs = 2  # with a fixed order, half the keys mean twice as many waits
-    block_n = ROWS if programs > 1 or (wide and d == 128) else 2 * ROWS
-    # At 64 dimensions 128 queries, in subtiles, between two synchronizations of the warpgroups: 10 % faster, with a
-    # bias tile 25 %; a softcap or a bias of the keys would spill (H200).
-    # A Toeplitz bias, in its own loops, needs the registers of the next K·Qᵀ, and without subtiles those of K.
-    far = problem.score.toeplitz
-    diagonals = problem.parts is not None and far is not None and ("toeplitz" in problem.parts.grads or far.linear)
-    tall = d == 64 and programs == 1 and not (wide or capped or masked or along_keys or words)
-    # Then the shared-memory reads of wgmma are the limit: K, or K and V, in registers, where some are free, are 4 to 10
-    # % faster. So is the next K·Qᵀ ahead; but with a bias tile, which must come first, it is slower (H200).
-    d64 = d == 64 and not tile
-    ahead = d64 and not diagonals and (programs == 1 or not along_keys)
-    single = problem.keys <= block_n and (problem.totals is not None or _dense_stores(problem))
-    # At 128 dimensions two tiles of K fit, but one of V. The gain is largest with short work tiles.
-    few_steps = problem.totals is not None or (band.lo is not None and band.hi is not None)
-    keys_ahead = d == 128 and block_n == 2 * ROWS and few_steps and not (tile or along_keys or masked or single)
-    # 8192 elements are added at a time, or half where tiles leave no more shared memory.
-    crowded = masked and (apart or capped) and d == 128 and not wide
+    """Return the backward's configuration."""
+    x = Traits.of(problem)
+    tiles, swizzle = _first_tiles(BACKWARD_TILES, x), head_swizzle(problem, problem.queries)
     return BackwardConfig(
-        block_m=2 * ROWS if tall else ROWS, block_n=block_n, warpgroups=block_n // ROWS, stages=2, do_stages=2,
-        dq_parts=1, dq_by_tma=problem.deterministic or d != 32,  # from registers it is faster there (H200)
-        ahead=ahead, programs=programs,
-        sum_bytes=8192 * (4 if wide else 2) // (2 if crowded else 1), m_subtiles=2 if tall else 1,
-        # 3 % faster at 128 and at 64 in subtiles; with a bias tile it would spill there (H200).
-        peeled=not masked and (d != 64 or (tall and not (tile or band.unlimited))),
-        k_in_registers=(d64 and (tall or not diagonals)) or (d == 32 and bias is None and not masked),
-        v_in_registers=d64 and not tall and not diagonals and (programs == 2 or not along_keys),
-        key_stages=2 if keys_ahead or not (d == 128 or tile) else 1, value_stages=1 if d == 128 or tile else 2,
-        dq_stored=single and d != 32,
-        dynamic=not ((d == 128 and along_keys) or (d == 64 and tile and not band.unlimited)),  # these would spill
-        head_swizzle=swizzle, deferred_release=later,
-    )  # fmt: skip
+        **tiles._asdict(),
+        **_first_fields(BACKWARD_FIELDS, x, tiles),
+        sum_bytes=_sum_bytes(x, tiles),
+        head_swizzle=swizzle,
+        deferred_release=problem.deterministic and not x.has_window and swizzle > 1,
+    )
