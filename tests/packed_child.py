@@ -99,7 +99,7 @@ def compile_packed(x: Packed) -> list[aot_child.Kernel]:
 
     problem, inputs, grads = _call(x)
     aot_child._launched.clear()
-    launch.HopperForward(problem, inputs)(inputs)
+    launch.TritonForward(problem, inputs)(inputs)
     o = empty_output(inputs.q, x.D)
     outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
     needs = Needs(True, True, True, inputs.bias is not None, **dict.fromkeys(grads, True))

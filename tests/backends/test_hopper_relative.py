@@ -211,7 +211,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
         entry = tile_scheduler.entry_at(i, tile, c)
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
         found = relative.range_state(row, 64, n0, c.BLOCK_N, terms) if ranged else distances_of.CUT
-        assert BAND or not entry.partial
+        assert BAND or not entry.cut
         assert RANGE != "outside" or found == distances_of.BELOW
         assert RANGE != "inside" or found == distances_of.INSIDE
         assert RANGE == "inside" or not c.SORTED or FIRST or (BAND and c.PEELED) or found != distances_of.INSIDE

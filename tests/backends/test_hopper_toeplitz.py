@@ -182,7 +182,7 @@ def test_the_forwards_loops(monkeypatch, p, dim):
         nonlocal far
         entry = tile_scheduler.entry_at(i, tile, c)
         row, n0 = tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N
-        assert BAND or not entry.partial
+        assert BAND or not entry.cut
         assert RANGE != "outside" or toeplitz == side_of(p, row, 64, n0, c.BLOCK_N)
         far += RANGE == "outside"
         visited.append((tile.h, row, n0))

@@ -234,7 +234,7 @@ def forward_visits(p, reach, on=True):
                 assert tile_scheduler.first_full(tile, first) <= tile.count
             for i in range(first, tile.count):
                 entry = tile_scheduler.entry_at(i, tile, c)
-                yield Visit(tile.b, tile.h, tile.row0 + 64 * w, 64, entry.n * c.BLOCK_N, c.BLOCK_N), entry.partial
+                yield Visit(tile.b, tile.h, tile.row0 + 64 * w, 64, entry.n * c.BLOCK_N, c.BLOCK_N), entry.cut
 
 
 def backward_visits(p, reach, on=True):

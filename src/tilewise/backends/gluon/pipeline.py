@@ -170,7 +170,7 @@ def warp_scheduler_barrier_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.conste
 def fetch_tile_index(at):
     """Increment a counter and return its old value; called by a role of one warp."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 element; mov.u32 element, %laneid; setp.eq.u32 p, element, 0; mov.b32 $0, 0; "
+        "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
         "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }",
         "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

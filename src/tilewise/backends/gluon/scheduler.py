@@ -43,8 +43,8 @@ class Entry(NamedTuple):
     """One key tile of a work tile."""
 
     n: Any
-    partial: Any  # the window or the end of the keys cuts it
-    mixed: Any  # the mask cuts it
+    cut: Any  # the window or the end of the keys cuts it
+    partial: Any  # the mask cuts it
 
 
 @gluon.jit

@@ -218,12 +218,12 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
     ADDS: gl.constexpr = (c.BIAS == "matrix" or c.BIAS == "cols") and not c.BIAS_FIRST
     s, _ = score_tile(s, bias, terms, ADDS, c.BIAS == "matrix")
     if BAND:  # noqa: SIM102  (the outer condition is compile-time, the inner one run-time)
-        if entry.partial:
+        if entry.cut:
             n0 = entry.n * c.BLOCK_N
             row0 = tile.row0 + tile.seq.diagonal + 64 * WARPGROUP
             s = banded(s, row0 - n0, tile.seq.keys - n0, terms, c)
     if c.MASK:  # noqa: SIM102
-        if entry.mixed:
+        if entry.partial:
             s = masked(s, words, c)
     return s
 

@@ -26,7 +26,7 @@ def mask_words(x, entry, tile, sizes, c, WARPGROUP: gl.constexpr):
             at += rows * (4 * key_count) + words
         else:
             at = x.bits + 4 * (mask_of(tile.b, tile.h, sizes.heads, c) * key_count + entry.n) + (0 * rows + words)
-        return gl.load(at, mask=(rows < sizes.queries - row0) & entry.mixed, other=0)
+        return gl.load(at, mask=(rows < sizes.queries - row0) & entry.partial, other=0)
     else:
         return 0
 
