@@ -275,7 +275,7 @@ class PackedKey(NamedTuple):
         key = layouts(*tensors), longest, *map(type, longest), exact, ordered, settings
         return cls((q, k, v, bias), mask, lengths, key)
 
-    def again(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+    def cached_result(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
         """Return ``(o, lse)`` in the caller's shapes on a cache hit, else None."""
         try:
             known = cached_packed.get(self.key)

@@ -52,15 +52,15 @@ def packed_attention(
     check_flag("return_lse", return_lse)
     if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # the CPU checks max_seqlen exactly
         longest = shared_longest(longest, **options)
-    usual = PackedKey.of(q, k, v, lengths, longest, exact, options)
-    found = None if usual is None else usual.again(return_lse)
+    key = PackedKey.of(q, k, v, lengths, longest, exact, options)
+    found = None if key is None else key.cached_result(return_lse)
     if found is not None:
         return found if return_lse else found[0]  # type: ignore[return-value]
     call = read_packed(q, k, v, lengths, longest, **options)
     inputs = with_seed(call.inputs, call.score)
     o, lse = attention_op(inputs, *call[1:], return_lse=return_lse, exact=exact)
-    if usual is not None:
-        usual.keep(inputs, ScoreNumbers.of(*call[1:], exact))
+    if key is not None:
+        key.keep(inputs, ScoreNumbers.of(*call[1:], exact))
     o = o.squeeze(0).transpose(0, 1)  # an index would copy the cotangent
     if not return_lse:
         return o

@@ -384,7 +384,7 @@ def _windowed(
         bias, key = bias.contiguous(), None
     tensors = (q, k, v, bias, mask)
     if not is_eager(tensors):
-        o: Tensor = WINDOWS.watched(*tensors, *numbers)[0]
+        o: Tensor = WINDOWS.traced_call(*tensors, *numbers)[0]
         return o
     run = windowed(*tensors, *numbers)
     if key is not None:

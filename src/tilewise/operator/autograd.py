@@ -283,7 +283,7 @@ def attention_op(
     ``return_lse``, lse is undefined. exact: see `Problem`."""
     terms = ScoreNumbers.of(score, deterministic, backend, exact)
     if not is_eager(inputs.tensors()):
-        o, lse, *_ = ATTENTION.watched(*inputs.flat(), *terms)
+        o, lse, *_ = ATTENTION.traced_call(*inputs.flat(), *terms)
         return o, lse
     return eager_attention(inputs, terms, forward_of(inputs, terms), return_lse)
 
@@ -292,7 +292,7 @@ def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend
     """Return the `Outputs` of `attention_op` without autograd, for callers with their own backward."""
     terms = ScoreNumbers.of(score, deterministic, backend)
     if not is_eager(inputs.tensors()):
-        o, lse, o_low = ATTENTION.watched(*inputs.flat(), *terms)
+        o, lse, o_low = ATTENTION.traced_call(*inputs.flat(), *terms)
         return Outputs(o, lse, o_low if o_low.shape == o.shape else None)
     run = forward_of(inputs, terms)
     if profiler._is_profiler_enabled:

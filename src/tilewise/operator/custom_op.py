@@ -92,7 +92,7 @@ class Operator:
         announce(self.name)
         return self._transformed.apply(*arguments) if _is_transformed() else self._packet(*arguments)
 
-    def watched(self, *arguments: Any) -> Any:
+    def traced_call(self, *arguments: Any) -> Any:
         """Make a public call that is compiled, traced or transformed."""
         if not _is_transformed() and _have_tangents(arguments):
             self.refuse_tangents()  # the operator would drop the tangents

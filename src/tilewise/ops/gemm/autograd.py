@@ -133,7 +133,7 @@ def matmul_op(
         return eager_matmul(a, b, c, alpha, beta, summed or [], backend)
     if summed:
         return MATMUL(a, b, c, alpha, beta, summed, backend)
-    return MATMUL.watched(a, b, c, alpha, beta, [], backend)
+    return MATMUL.traced_call(a, b, c, alpha, beta, [], backend)
 
 
 def eager_matmul(

@@ -159,4 +159,4 @@ def softmax_op(x: Tensor, scale: float, bias: Tensor | None, mask: Tensor | None
         if not is_differentiated((x, bias)):
             return _eager(x, scale, bias, mask, dim)
         return _apply(x, bias, (x, scale, bias, mask, dim))
-    return SOFTMAX.watched(x, scale, bias, mask, dim)
+    return SOFTMAX.traced_call(x, scale, bias, mask, dim)
