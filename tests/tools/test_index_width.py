@@ -50,7 +50,7 @@ JUSTIFIED = {
     },
     "backends/gluon/sm90/backward/batched.py: add_pieces": {"PIECE_ROWS * stride": "sixteen rows of a sum of ours"},
     "backends/gluon/sm90/backward/dq.py: finish_heads": {
-        "lane * (dq.stride0 // 8 * 8)": "lane is 2 at most, of 32 batch elements or more: dQ would take 64 GB",
+        "element * (dq.stride0 // 8 * 8)": "element is 2 at most, of 32 batch elements or more: dQ would take 64 GB",
     },
     "backends/gluon/sm90/common/softmax.py: rescaled": {"parts * alpha": "numbers, no offsets"},
 }  # fmt: skip

@@ -56,7 +56,7 @@ def test_seqused_and_other_devices():
     matrix = torch.zeros(1, H, 7, 7, device="meta", dtype=torch.bfloat16)
     biased = explain_varlen(q, k, v, *lengths, bias=matrix, device="sm_90", limits=(1e12, 1e12))
     assert biased.plan.backend == "triton"
-    assert "packed batch along its keys" in dict(biased.plan.declined)["hopper"]
+    assert "no ragged or padded bias of a packed batch" in dict(biased.plan.declined)["hopper"]
     with pytest.raises(ValueError, match=r"^device: needed"):
         explain_varlen(q, k, v, *lengths)
     lengths[0] = lengths[0].to("meta")
