@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.distributed.agreement import Description, agree, agreed
+from tilewise.distributed.autograd import summed, to_rows
 from tilewise.distributed.compiled import compiled_call
 from tilewise.distributed.layout import LoadBalancer, Ranks
-from tilewise.distributed.methods import METHODS, attend
+from tilewise.distributed.methods import METHODS, attend, of_heads
 from tilewise.distributed.operands import FUNCTION, CallOptions, ShardedCall, read
 from tilewise.distributed.plan import ContextParallelPlan, make_plan
-from tilewise.distributed.two_axes import MeshAxes, attend_on_two_axes
+from tilewise.distributed.two_axes import MeshAxes
 from tilewise.frontend.arguments import Bias, Seed, Window
 from tilewise.frontend.keywords import named_only, unexpected
 from tilewise.operator.dispatch import describe
@@ -233,3 +235,22 @@ def _numbered(call: ShardedCall) -> list[tuple[Any, int]]:
     """Return each slot with the number of earlier slots of the same name."""
     names = [slot.name for slot in call.slots]
     return [(slot, names[:n].count(slot.name)) for n, slot in enumerate(call.slots)]
+
+
+@torch.compiler.disable  # a graph break: collectives in an autograd.Function cannot be traced
+def attend_on_two_axes(
+    mesh: DeviceMesh, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
+    options: CallOptions, unknown: dict[str, Any], **how: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return ``(o, lse)`` of this rank's rows on a mesh of two axes, see `two_axes`."""
+    axes = MeshAxes.of(mesh, load_balancer)
+    method, call, tensors = prepare(axes.all, qkv, given, options, unknown, axes=axes, **how)
+    inside = dataclasses.replace(call, ranks=axes.inside)
+    traded = []
+    for x, slot in zip(tensors, call.slots, strict=True):
+        x = summed(x, axes.inside) if slot.replicated and x.requires_grad else x
+        traded.append(of_heads(inside, x, slot))
+    size = axes.inside.size
+    sizes = call.sizes._replace(H=call.sizes.H // size, Hkv=call.sizes.Hkv // size)
+    o, lse = attend(method, dataclasses.replace(call, ranks=axes.across, sizes=sizes), traded, True)
+    return to_rows(o, axes.inside, 1, 2), to_rows(lse, axes.inside, 1, 2)

@@ -10,18 +10,13 @@ Source: unified sequence parallelism (arXiv 2405.07719).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.distributed.agreement import Description, agree, agreed
-from tilewise.distributed.autograd import summed, to_rows
 from tilewise.distributed.layout import BALANCERS, LoadBalancer, Ranks, Split
-from tilewise.distributed.methods import attend, of_heads
-from tilewise.distributed.operands import CallOptions, ShardedCall
+from tilewise.distributed.operands import ShardedCall
 
 METHODS = ("ring", "all_gather")
 
@@ -67,24 +62,3 @@ class MeshAxes:
         if call.options.dropout_p:
             raise NotImplementedError("dropout_p: dropout is not taken with a mesh of two axes")
         return METHODS[0] if method == "auto" else method
-
-
-@torch.compiler.disable  # a graph break: collectives in an autograd.Function cannot be traced
-def attend_on_two_axes(
-    mesh: DeviceMesh, load_balancer: LoadBalancer, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any],
-    options: CallOptions, unknown: dict[str, Any], **how: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return ``(o, lse)`` of this rank's rows."""
-    from tilewise.distributed.api import prepare
-
-    axes = MeshAxes.of(mesh, load_balancer)
-    method, call, tensors = prepare(axes.all, qkv, given, options, unknown, axes=axes, **how)
-    inside = dataclasses.replace(call, ranks=axes.inside)
-    traded = []
-    for x, slot in zip(tensors, call.slots, strict=True):
-        x = summed(x, axes.inside) if slot.replicated and x.requires_grad else x
-        traded.append(of_heads(inside, x, slot))
-    size = axes.inside.size
-    sizes = call.sizes._replace(H=call.sizes.H // size, Hkv=call.sizes.Hkv // size)
-    o, lse = attend(method, dataclasses.replace(call, ranks=axes.across, sizes=sizes), traded, True)
-    return to_rows(o, axes.inside, 1, 2), to_rows(lse, axes.inside, 1, 2)
