@@ -48,7 +48,7 @@ class Plan:
 
 def check_backend(name: str | None) -> str:
     """Return the name of the backend for ``backend=``, "auto" for None; raise ValueError for an unknown name."""
-    found = "auto" if name is None else ALIASES.get(name, name)
+    found = "auto" if name is None else ALIASES.get(name, name) if isinstance(name, str) else name
     if found != "auto" and found not in BACKENDS:
         raise ValueError(f"backend: must be one of {', '.join(BACKENDS)}, auto or None, got {name!r}")
     return found

@@ -54,6 +54,14 @@ def test_importing_tilewise_imports_no_optional_package():
     assert python("-c", code).stdout.strip() == ""
 
 
+def test_without_the_tools_there_is_no_command_line():
+    for missing, words in (("tilewise_tools", "needs the package tilewise_tools"), ("typer", "needs typer")):
+        code = f"import sys; sys.modules[{missing!r}] = None; from tilewise.__main__ import main; main()"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr
+
+
 def test_python_m_tilewise_is_the_command_line():
     done = python("-m", "tilewise", "demo", "--parts", "nonsense")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""Which module may import which, what importing tilewise costs, how long a module may be."""
+"""Which module may import which, and what importing tilewise costs."""
 
 import ast
 import inspect

@@ -17,10 +17,8 @@ TREES = {
     path.relative_to(SOURCES).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
     for path in sorted(SOURCES.rglob("*.py"))
 }
-LIBRARY = [name for name in TREES if name.startswith("tilewise/")]
 LINES, PARAMETERS, NAMES = 120, 15, 25
 OPENINGS = re.compile(r"(Of|What|Whether|Those|The same|As|Who|Which|Where|How|That|In|By)\b")
-FIELD = "`([^`]*)`"
 
 
 def functions(name):

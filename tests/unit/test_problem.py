@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tilewise import attention
+from tilewise import attention, explain, varlen_attention
 from tilewise.spec.operands import BroadcastGroup, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
@@ -326,6 +326,7 @@ BAD_BACKENDS = {
     "empty name": ({"backend": ""}, ValueError, UNKNOWN + "''"),
     "the plan's own word, shouted": ({"backend": "AUTO"}, ValueError, UNKNOWN + "'AUTO'"),
     "no name": ({"backend": 3}, ValueError, UNKNOWN + "3"),
+    "a list": ({"backend": ["cpu"]}, ValueError, UNKNOWN + "['cpu']"),
     "unknown, nothing to compute": ({"q": zeros(B, H, 0, D), "backend": "cuda"}, ValueError, UNKNOWN + "'cuda'"),
 }
 
@@ -342,6 +343,16 @@ def test_error(arguments, error, message):
     with pytest.raises(error, match=f"^{re.escape(message)}$") as raised:
         call(arguments)
     assert type(raised.value) is error  # NotImplementedError is a RuntimeError, and so on
+
+
+def test_oracle_is_an_earlier_name_of_the_reference():
+    q = torch.randn(1, 2, 5, 8)
+    o = attention(q, q, q, causal=True, backend="oracle")
+    assert torch.equal(o, attention(q, q, q, causal=True, backend="reference"))
+    assert explain(q, q, q, backend="oracle").plan.backend == "reference"
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    packed = varlen_attention(*[q[0].transpose(0, 1)] * 3, offsets, offsets, 5, 5, causal=True, backend="oracle")
+    assert torch.equal(packed.transpose(0, 1), o[0])
 
 
 @pytest.mark.parametrize("queries", [M, 0])
