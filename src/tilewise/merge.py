@@ -33,6 +33,14 @@ def merge_attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what was passed and what is allowed.
+
+    Examples:
+        >>> q, k, v = (torch.randn(2, 8, 100, 64) for _ in range(3))
+        >>> parts = zip(k.split(50, 2), v.split(50, 2))
+        >>> halves = [tilewise.attention(q, *part, return_lse=True) for part in parts]
+        >>> o, lse = tilewise.merge_attention(*zip(*halves))
+        >>> torch.allclose(o, tilewise.attention(q, k, v), atol=1e-5)
+        True
     """
     _check(outputs, lses, sink)
     o, lse = combine(outputs, lses, sink)

@@ -1,12 +1,14 @@
 """The documents name code that exists, and their formulas render."""
 
 import ast
+import doctest
 import importlib
 import inspect
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import tilewise
 
@@ -195,6 +197,15 @@ def test_docstrings_name_parameters_that_exist(name):
         entries = re.findall(r"^    (\S[^:]*):", section[1], re.MULTILINE) if section else []
         words = [word.strip(" *") for entry in entries for word in entry.split(",")]
         assert set(words) <= set(inspect.signature(x).parameters), words
+
+
+@pytest.mark.parametrize("name", [name for name in tilewise.__all__ if inspect.isfunction(getattr(tilewise, name))])
+def test_examples_of_docstrings_run(name):
+    function = getattr(tilewise, name)
+    names = {"torch": torch, "tilewise": tilewise}
+    example = doctest.DocTestParser().get_doctest(inspect.getdoc(function), names, name, None, None)
+    assert example.examples
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example).failed == 0
 
 
 def test_the_reading_list_is_short():

@@ -39,6 +39,12 @@ def dynamic_mask(
     Raises:
         ValueError, TypeError: naming the argument, what was passed and what is allowed.
 
+    Examples:
+        >>> q, k, v = (torch.randn(2, 8, 100, 64) for _ in range(3))
+        >>> mask = tilewise.dynamic_mask(torch.randn(2, 8, 1, 100), keep=16, causal=True)
+        >>> tilewise.attention(q, k, v, mask=mask, causal=True).shape
+        torch.Size([2, 8, 100, 64])
+
     Source: Dynamic Mask Attention (arXiv 2508.02124), whose top-w keys are those of one row.
     """
     check_tensor("scores", scores)
