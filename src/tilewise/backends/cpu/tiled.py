@@ -62,9 +62,11 @@ def tiling(problem: Problem) -> Tiling:
     size = problem.group * rows * cols
     heads = 1 if size >= BLOCK_M * BLOCK_N else max(block_m * BLOCK_N // size, 1)
     every, parts = problem.batch * problem.kv_heads, _parts(problem)
-    heads = min(heads, alike, -(-every // parts))  # a tile for each worker: with fewer heads, else with fewer rows
-    if of is None and every < parts:
-        rows = min(rows, -(-problem.queries * every // parts))
+    heads = min(heads, alike)
+    if of is None:  # a tile for each worker: with fewer heads, else with fewer rows
+        heads = min(heads, -(-every // parts))
+        if every < parts:
+            rows = min(rows, -(-problem.queries * every // parts))
     return Tiling(heads, rows, cols)
 
 
@@ -81,10 +83,18 @@ class _TiledCall(NamedTuple):
     inputs: Inputs
     size: Tiling
     stream: dropout.Stream | None  # Philox words of dropout, (B, Hkv, G, 1, 1)
+    shared: dict[tuple[int, int], _Heads]  # by first batch element and head; see `share`
 
     @classmethod
     def of(cls, problem: Problem, inputs: Inputs) -> _TiledCall:
-        return cls(problem, inputs, tiling(problem), _stream(problem, inputs.seed))
+        return cls(problem, inputs, tiling(problem), _stream(problem, inputs.seed), {})
+
+    def share(self, every: list[Heads]) -> None:
+        """Prepare the tiles of K and V once for heads whose rows are divided among jobs."""
+        self.shared.update({(kv[0].start, kv[1].start): _Heads(self, kv) for kv in every})
+
+    def heads(self, kv: Heads) -> _Heads:
+        return self.shared.get((kv[0].start, kv[1].start)) or _Heads(self, kv)
 
     def all_heads(self) -> list[Heads]:
         """Return the heads of each tile: some heads of one batch element, or all heads of several."""
@@ -118,6 +128,8 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
     call = _TiledCall.of(problem, inputs)
     every = call.all_heads()
     turns = jobs.turns(len(every), len(call.row_blocks()), 2 * _parts(problem))
+    if turns > 1:
+        call.share(every)
     parts = [Job([kv], turn, turns) for kv in every for turn in range(turns)]
     workers.run([partial(_forward_job, call, outputs, job) for job in parts])
     return outputs
@@ -125,7 +137,7 @@ def forward(problem: Problem, inputs: Inputs) -> Outputs:
 
 def _forward_job(call: _TiledCall, outputs: Outputs, job: Job) -> None:
     for kv in job.heads:
-        heads = _Heads(call, kv)
+        heads = call.heads(kv)
         for rows in job.of(call.row_blocks()):
             o_i, m_i, l_i = _attend(heads, rows, careful=False)
             if heads.hides and not finite(o_i):
@@ -178,7 +190,10 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     call = _TiledCall.of(problem, inputs)
     work = _Backward(call, outputs, cotangents, want, _part_sums(problem, inputs, needs))
     blocks = len(call.row_blocks())
-    pieces = jobs.pieces(call.all_heads(), blocks, _parts(problem), want.bias, work.part_sums)
+    every = call.all_heads()
+    pieces = jobs.pieces(every, blocks, _parts(problem), want.bias, work.part_sums)
+    if any(len(turns) > 1 for turns in pieces):
+        call.share(every)
     found = iter(workers.run([partial(_backward_job, work, job) for turns in pieces for job in turns]))
     workers.run(jobs.puts([[next(found) for _ in turns] for turns in pieces], want, call.size.cols))
     if not work.part_sums:
@@ -224,7 +239,7 @@ class _Part:
     """Heads of one tile in a backward job. ``sums``: gradient buffers of bias components, by name."""
 
     def __init__(self, work: _Backward, job: Job, kv: Heads, sums: Sums) -> None:
-        self.heads = _Heads(work.call, kv)
+        self.heads = work.call.heads(kv)
         self.careful = self.heads.hides and not all(finite(x) for x in (*self.heads.k, *self.heads.v))
         self.tiles = KeyTiles(kv, [None] * len(self.heads.k), [None] * len(self.heads.v))
         self.sums = {}
@@ -309,7 +324,7 @@ class _Heads:
     """
 
     def __init__(self, call: _TiledCall, kv: Heads) -> None:
-        problem, inputs, size, stream = call
+        problem, inputs, size, stream, _ = call
         batches, heads = kv
         self.problem, self.inputs = problem, inputs
         self.dtype = lse_dtype(problem.dtype)
