@@ -138,7 +138,7 @@ def start(triton_path: str | None, cache: str) -> None:
 
     driver.set_active(Target())
     # Every case asks for its kernels anew.
-    launcher._kernels = SimpleNamespace(get=lambda wants: None, setdefault=lambda wants, kernel: kernel)
+    launcher.kernels = SimpleNamespace(get=lambda wants: None, put=lambda wants, kernel: kernel)
     run, JITFunction.run = JITFunction.run, compile_only
     compile, JITFunction._do_compile = JITFunction._do_compile, compile_unknown
     cache_key, JITCallable.cache_key = JITCallable.cache_key.fget, property(program_key)

@@ -16,10 +16,19 @@ MEMORY = [
         "unit/test_memory.py::test_constants_are_of_one_stream",
     ),
     Fault(
-        "tilewise/backends/launch/launcher.py", "_families.setdefault(wants, next(_numbers))",
-        "_families.setdefault(wants, len(_families))",
-        "two threads launch each other's kernels",
-        "unit/test_memory.py::test_launches_of_threads_have_numbers_of_their_own",
+        "tilewise/cache.py", "= {}, self._recent", "= {}, {}",
+        "a full cache drops what was just used",
+        "unit/test_cache.py::test_the_least_recently_used_go_first",
+    ),
+    Fault(
+        "tilewise/cache.py", "            self.put(key, found)\n", "",
+        "a full cache drops what is used between others",
+        "unit/test_cache.py::test_the_least_recently_used_go_first",
+    ),
+    Fault(
+        "tilewise/cache.py", "key = (function, *arguments)", "key = arguments",
+        "functions of equal arguments share results",
+        "unit/test_cache.py::test_a_function_is_computed_once",
     ),
     Fault(
         "tilewise/backends/launch/launcher.py", "with _keeping:", "if True:",

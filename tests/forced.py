@@ -9,24 +9,11 @@ from dataclasses import replace
 import torch
 from helpers import Case, check
 
+from tilewise import clear_caches
 from tilewise.backends import Inputs
-from tilewise.frontend import call_cache
-from tilewise.operator import dispatch
 from tilewise.operator.autograd import attention_op
 from tilewise.spec import dropout
 from tilewise.spec.score import Band, Score, ScoreNumbers
-
-
-def forget() -> None:
-    """What was prepared for forwards: the next call of each kind prepares anew."""
-    for kept in (
-        dispatch.forwards,
-        dispatch.structures,
-        call_cache.cached_calls,
-        call_cache.cached_packed,
-        call_cache.structures,
-    ):
-        kept.clear()
 
 
 @contextlib.contextmanager
@@ -38,12 +25,12 @@ def forced_splits(splits: int) -> Iterator[None]:
     launch.splits = lambda problem, config: splits if problem.few_queries else 1
     # A second call of the same structure is a resized one, also where its lengths are those of the first.
     resized.shared_by = lambda problem, *_: splits if problem.few_queries else 1
-    forget()
+    clear_caches()
     try:
         yield
     finally:
         launch.splits, resized.shared_by = chosen
-        forget()
+        clear_caches()
 
 
 def check_split(case: Case, splits: int, device: str = "cpu") -> dict[str, float]:

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from tilewise import attention
 from tilewise.backends.protocol import at_once
-from tilewise.frontend import call_cache
-from tilewise.operator import dispatch
-from tilewise.operator.prepared import Prepared
+from tilewise.cache import calls
 
 SLACK = 1e-5  # of the largest element of the reference
 FEW = 100  # elements of a result
@@ -523,10 +521,15 @@ def compute_by(monkeypatch, backend, **passes) -> None:
     What is kept of calls before computes by others, and what is kept now goes with the test.
     """
     monkeypatch.setattr(backend, "prepare", {**backend.prepare, **{name: at_once(f) for name, f in passes.items()}})
-    kept = {
-        dispatch: ("forwards", "backwards", "structures"),
-        call_cache: ("cached_calls", "structures", "cached_packed"),
-    }
-    for module, names in kept.items():
-        for name in names:
-            monkeypatch.setattr(module, name, Prepared())
+    empty_cache(monkeypatch)
+
+
+def cached(name: str) -> dict:
+    """What `calls` has under keys that begin with ``name``."""
+    return {key: value for key, value in (calls._older | calls._recent).items() if key[0] == name}
+
+
+def empty_cache(monkeypatch) -> None:
+    """For one test, no call has been prepared before; what it prepares goes with it."""
+    for name in ("_recent", "_older"):
+        monkeypatch.setattr(calls, name, {})

@@ -41,9 +41,8 @@ def resized_arguments(
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    from tilewise import attention
+    from tilewise import attention, cache
     from tilewise.backends.launch import launcher
-    from tilewise.frontend import call_cache
     from tilewise.operator import dispatch
     from tilewise.spec.problem import Problem
 
@@ -67,7 +66,7 @@ def resized_arguments(
         names[str(wants)] = name
         launched = lambda head, args: log.append((names[head[4]], head[0], head[4], *args))  # noqa: E731
         run = triton_launcher(SimpleNamespace(signature=signature), metadata, launched)
-        return launcher._kernels.setdefault(wants, Compiled(name, str(wants), metadata, run))
+        return launcher.kernels.put(wants, Compiled(name, str(wants), metadata, run))
 
     log: list[tuple] = []
     names: dict[str, str] = {}  # of kernels, by their functions: from Triton 3.7 on all have one launcher in C
@@ -97,22 +96,12 @@ def resized_arguments(
         torch.autograd.grad(o, x, do)
         return {y.data_ptr(): name for name, y in (*zip("qkv", x, strict=True), *options.items())}
 
-    def forget() -> None:
-        for prepared in (
-            dispatch.forwards,
-            dispatch.backwards,
-            dispatch.structures,
-            call_cache.cached_calls,
-            call_cache.structures,
-        ):
-            prepared.clear()
-
     found, batch = [], 1 if more["single"] else 2
     with (
         mock.patch.object(driver, "_active", Driver()),
         mock.patch.object(Problem, "of", classmethod(on_hopper)),
         mock.patch.object(launcher.Launch, "_ask", ask),
-        mock.patch.object(launcher, "_kernels", {}),
+        mock.patch.object(launcher, "kernels", cache.CallCache(1024)),
         mock.patch.object(launcher, "knows_launcher", return_value=True),
         mock.patch.object(launcher._thread, "bound", True),
         mock.patch.object(launcher.Whole, "whole", autospec=True, side_effect=launcher.Whole.whole) as whole,
@@ -127,18 +116,18 @@ def resized_arguments(
             if more["sink"]:
                 options["sink"] = torch.zeros(HEADS, dtype=BRAIN)
             made.append(([y.requires_grad_() for y in x], options))
-        forget()
+        cache.calls.clear()
         for x, options in made:
             step(x, options)
-        for name in ("forwards", "backwards"):  # structures stay, with what was prepared first
-            getattr(dispatch, name).clear()
-        call_cache.cached_calls.clear()
+        for prepared in (cache.calls._recent, cache.calls._older):  # variants stay, with what was prepared first
+            for key in [key for key in prepared if key[0] in ("call", "forward", "backward")]:
+                del prepared[key]
         whole.reset_mock()
         after = [step(x, options) for x, options in made]
         # Of those that hooks see, how many the launcher in C has launched before.
         count = sum(given.args[0].is_short for given in whole.call_args_list)
         for (x, options), mine in zip(made, after, strict=True):
-            forget()
+            cache.calls.clear()
             with mock.patch.object(dispatch, "_keep_variant", return_value=False):  # nothing to resize
                 for _ in range(2):  # the first asks for kernels
                     alone = step(x, options)

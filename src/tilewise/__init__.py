@@ -7,6 +7,7 @@ varlen_attn                    varlen_attention with the signature of PyTorch's 
 merge_attention                attention over parts of the keys, merged by their LSEs, with gradients
 TileMask, dynamic_mask         masks by tiles of the scores; empty tiles are not computed
 explain, explain_varlen        backend, tiles, FLOPs and bytes of a call, and what limits it
+cache_info, clear_caches       use of the caches of prepared calls and compiled kernels, and how to empty them
 matmul, softmax                the parts of attention as operators
 
 `tilewise.bias` has biases without a matrix: relative positions, T5, ALiBi, low rank. `tilewise.distributed` has
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewise.api import attention
+    from tilewise.cache import cache_info, clear_caches
     from tilewise.explanation.attention import explain, explain_varlen
     from tilewise.masks.block_sparse import TileMask
     from tilewise.merge import merge_attention
@@ -38,6 +40,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "TileMask": "tilewise.masks.block_sparse",
     "attention": "tilewise.api",
+    "cache_info": "tilewise.cache",
+    "clear_caches": "tilewise.cache",
     "dynamic_mask": "tilewise.topk.selection",
     "explain": "tilewise.explanation.attention",
     "explain_varlen": "tilewise.explanation.attention",
@@ -54,6 +58,8 @@ _PACKAGES = ("bias", "distributed", "integrations", "layouts")
 __all__ = [
     "TileMask",
     "attention",
+    "cache_info",
+    "clear_caches",
     "dynamic_mask",
     "explain",
     "explain_varlen",
@@ -72,7 +78,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
-    if name not in ("explain", "explain_varlen"):
+    if name not in ("cache_info", "clear_caches", "explain", "explain_varlen"):
         from tilewise.operator.scripting import refuse
 
         refuse(value)

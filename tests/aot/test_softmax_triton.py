@@ -67,15 +67,16 @@ def test_special_cases(interpreter, case):
 
 def in_parts(case):
     """As on a GPU that has too few multiprocessors for its programs to wait for each other."""
+    from tilewise import clear_caches
     from tilewise.ops.row_softmax.triton import config, launch
 
     was, launch.softmax_config = launch.softmax_config, lambda *a: config.SoftmaxConfig(False, 1, 64, 8, 192, 1)
-    launch._prepare.cache_clear()
+    clear_caches()
     try:
         check(case, by_kernels)
     finally:
         launch.softmax_config = was
-        launch._prepare.cache_clear()
+        clear_caches()
 
 
 @each([Case((3, 1400), bias="1n", mask="nn", blind=True), Case((2, 1100), dtype=FLOAT, mask="nn", planted=math.nan)])

@@ -11,9 +11,7 @@ import pytest
 import torch
 from helpers import Case, Results, Tensors, call, differentiate, hold, tensors
 
-from tilewise import attention
-from tilewise.frontend import call_cache
-from tilewise.operator import dispatch
+from tilewise import attention, clear_caches
 
 BRAIN = torch.bfloat16
 HOPPER = pytest.param(
@@ -62,9 +60,7 @@ def test_lengths_after_others(backend, terms):
 
     after_others = [run(x) for x in inputs]
     for x, found in zip(inputs, after_others, strict=True):
-        for kept in (dispatch.forwards, dispatch.backwards, dispatch.structures, call_cache.cached_calls,
-                     call_cache.structures):  # fmt: skip
-            kept.clear()
+        clear_caches()
         alone = run(x)
         assert torch.equal(found[0], alone[0])
         for a, b in zip(found[1:], alone[1:], strict=True):  # dQ is added up in any order

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced import forget
 from helpers import Case, check, run, tensors
 
 import tilewise
+from tilewise import clear_caches
 from tilewise.backends.gluon.sm90.forward import launch
 from tilewise.backends.gluon.sm90.forward.small_heads import small_heads_kernel
 
@@ -113,7 +113,7 @@ def test_dbias_has_the_same_bits_where_that_is_asked_for():
 @pytest.fixture
 def forwards(monkeypatch):
     """The kernels of the forwards that are made; what was prepared before is forgotten."""
-    forget()
+    clear_caches()
     made, init = [], launch.Launch.__init__
 
     def spy(self, kernel, *arguments, **options):

@@ -11,12 +11,10 @@ import pytest
 import torch
 from helpers import SLACK, poisoned_memory
 
-from tilewise import attention, explain
+from tilewise import attention, clear_caches, explain
 from tilewise.backends.gluon import toeplitz
 from tilewise.backends.gluon.sm90.common.underflow import Reach
 from tilewise.bias import RelativeBias, alibi, constants, t5_bias
-from tilewise.frontend import call_cache
-from tilewise.operator import dispatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -338,8 +336,7 @@ def test_tiles_that_vanish_are_left_out(monkeypatch, M, D, causal):
         return found[-1]
 
     def run():
-        for kept in (dispatch.forwards, dispatch.backwards, call_cache.cached_calls):
-            kept.clear()
+        clear_caches()
         leaves = [x.detach().requires_grad_() for x in (q, k, v, b)]
         with poisoned_memory("cuda"):
             o, lse = attention(*leaves[:3], bias=alibi(leaves[3]), causal=causal, return_lse=True, deterministic=False,
@@ -368,5 +365,4 @@ def test_tiles_that_vanish_are_left_out(monkeypatch, M, D, causal):
         for x, y, right in zip(ours, other, (s.softmax(-1) @ v[0, h // 4].double(), s.logsumexp(-1)), strict=False):
             mine, others = ((z[0, h].double() - right).abs().max() for z in (x, y))
             assert mine <= 1.5 * others + 1e-6
-    for kept in (dispatch.forwards, dispatch.backwards, call_cache.cached_calls):
-        kept.clear()
+    clear_caches()

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from helpers import empty_cache
 from structure_helpers import DTYPES, check, check_rounded, formula, tensors, value_and_gradients, with_nan
 
 import tilewise
@@ -16,7 +17,6 @@ from tilewise.integrations.evoformer import (
     triangle_attention,
     window_pair_attention,
 )
-from tilewise.operator.prepared import Prepared
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -286,7 +286,7 @@ def test_pair_bias_is_not_repeated(monkeypatch):
 @pytest.mark.parametrize("masked", [False, True])
 def test_pair_bias_of_a_call_like_an_earlier_one(lead, masked, monkeypatch):
     """Other numbers in tensors that lie as earlier ones did: nobody is asked again, until something differs."""
-    monkeypatch.setattr(tilewise.frontend.call_cache, "cached_calls", Prepared())
+    empty_cache(monkeypatch)
     shape = (*lead, H, S, D)
     inputs, others = (tensors(shape, shape, shape, (lead[0], H, S, S), seed=seed) for seed in (3, 4))
     mask = torch.arange(S) < S - 1 if masked else None

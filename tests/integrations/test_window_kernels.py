@@ -6,10 +6,11 @@ import importlib.util
 
 import pytest
 import torch
+from helpers import cached
 from structure_helpers import check, check_rounded, formula, tensors, value_and_gradients
 from test_windows import dense, window_inputs
 
-from tilewise.integrations import evoformer
+from tilewise.cache import calls
 from tilewise.integrations.evoformer import window_pair_attention
 from tilewise.windows import Geometry, config
 
@@ -56,15 +57,14 @@ def launches():
 
 def held(size, edges, bias, programs):
     """One launch each way, of whatever is shared; each forward's program has one member, or all of them."""
-    from tilewise.windows import autograd, launch
+    from tilewise.windows import launch
 
     N, q_block, k_block = size
     inputs = window_inputs((2, 3, N, 8), -(-N // q_block), q_block, k_block, bias, FLOAT)
     mask = tensors((2, N), seed=1)[0] > -0.5
     mask[0, :k_block] = False  # the first queries see nothing
     was, launch.PROGRAMS = launch.PROGRAMS, programs
-    autograd._prepared.clear()
-    evoformer._cached_windows.clear()
+    calls.clear()
     names, stop = launches()
     try:
         ours = value_and_gradients(door(mask, q_block, k_block, edges, scale=0.7), inputs)
@@ -217,7 +217,7 @@ def one_after_the_other():
         ([q, k, v, torch.stack([pair, pair], 3)[:, :, :, 0]], {}),  # rows of blocks that do not follow each other
         ([x[:, :, :4] for x in (q, k, v)] + [pair[:, :, :1]], {}),
     ]
-    known = len(evoformer._cached_windows)
+    known = len(cached("window_pair_attention"))
     for turn in range(2):
         for inputs, options in calls:
             leaves = [torch.empty_strided(x.shape, x.stride()).copy_(x).requires_grad_() for x in inputs]
@@ -231,7 +231,7 @@ def one_after_the_other():
             check(
                 [o, *torch.autograd.grad(loss, leaves, do)], [theirs, *torch.autograd.grad(theirs.sum(), exact)], 1e-5
             )
-    assert len(evoformer._cached_windows) == known + len(calls) - 1  # all but that whose bias is copied
+    assert len(cached("window_pair_attention")) == known + len(calls) - 1  # all but that whose bias is copied
 
 
 def test_calls_that_differ_in_one_thing(interpreter):

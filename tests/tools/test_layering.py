@@ -24,7 +24,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Packages from the ground up: a module imports its own package, and packages of lower floors. A module of no listed
 # package has the floor of the innermost one that it is in.
 FLOORS = [
-    {"spec", "quantities", "layouts"},
+    {"spec", "quantities", "layouts", "cache"},
     {"backends"},
     {"planner", "backends.launch"},
     {"backends.kernels", "backends.sequences", "operator"},
@@ -219,6 +219,7 @@ calls = dict(
     attention=(q, q, q), scaled_dot_product_attention=(q, q, q), explain=(q, q, q), matmul=(q, q.mT), softmax=(q,),
     varlen_attention=(x, x, x, ends, ends, 2, 2), explain_varlen=(x, x, x, ends, ends, 2, 2),
     varlen_attn=(x, x, x, ends, ends, 2, 2), merge_attention=([o, o], [lse, lse]), dynamic_mask=(q[..., :2],),
+        cache_info=(), clear_caches=(),
 )
 assert set(calls) | {{"TileMask"}} == set(tilewise.__all__)
 for name, given in calls.items():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import compute_by
+from helpers import cached, compute_by, empty_cache
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
@@ -14,9 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import attention
 from tilewise.backends import INPUT_NAMES, Gradients, Inputs, Needs, cpu
-from tilewise.frontend import call_cache
 from tilewise.operator import autograd
-from tilewise.operator.prepared import Prepared
 from tilewise.spec.bias_components import Parts
 from tilewise.spec.score import Band, Score, ScoreNumbers
 
@@ -571,7 +569,7 @@ def test_errors_after_a_usual_call():
 
 
 def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(call_cache, "cached_calls", Prepared())
+    empty_cache(monkeypatch)
     q, k, v = (x.detach() for x in tensors())
     attention(q, k, v)
     torch.use_deterministic_algorithms(True)
@@ -579,7 +577,7 @@ def test_a_usual_call_follows_the_determinism_that_is_asked_for(monkeypatch):
         attention(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [key[-1] for key in call_cache.cached_calls] == [(False, False, None, 0.0), (False, True, None, 0.0)]
+    assert [key[-1] for key in cached("call")] == [(False, False, None, 0.0), (False, True, None, 0.0)]
 
 
 # --- nothing to compute ---

@@ -7,13 +7,13 @@ import importlib.util
 
 import pytest
 import torch
+from helpers import cached
 from vectors_child import by_kernels
 
 from tilewise import attention
 from tilewise.bias import alibi, t5_bias
 from tilewise.bias import autograd as node
 from tilewise.bias.toeplitz import AlibiRule, T5Rule
-from tilewise.frontend import call_cache
 from tilewise.spec.relative import Relative, window
 from tilewise.spec.score import Distances
 
@@ -231,4 +231,4 @@ def test_positions_on_the_device_are_read_each_time():
         for _ in range(2):
             found = attention(q, k, v, bias=t5_bias(table, True, query_start=start))
             torch.testing.assert_close(found, attention(q, k, v, bias=t5_bias(table, True, query_start=value)))
-    assert not any(isinstance(y, torch.Tensor) for key in call_cache.vectors for y in key)
+    assert not any(isinstance(y, torch.Tensor) for key in cached("vector") for y in key)

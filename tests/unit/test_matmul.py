@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import empty_cache
 from matmul_helpers import LAYOUTS, Product, check, lay_out
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.bias import causal_upper_left
 
 from tilewise import matmul
-from tilewise.operator.prepared import Prepared
 from tilewise.ops.gemm import problem
 from tilewise.ops.gemm import run as running
 from tilewise.ops.gemm.config import HopperConfig
@@ -378,7 +378,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(monkeypatch):
     """And one that is not quite like it is."""
     a, b, c = torch.randn(4, 5), torch.randn(5, 6), torch.randn(4, 6)
     filled = lambda a, b, c, y: y.fill_(7.0)  # noqa: E731
-    monkeypatch.setattr(running, "_launches", Prepared())
+    empty_cache(monkeypatch)
     monkeypatch.setattr(running, "_prepare", lambda a, b, *rest: ((a.shape[0], b.shape[1]), filled))
     matmul(a, b, c=c, backend="triton")
     with monkeypatch.context() as patch:

@@ -163,27 +163,6 @@ def test_threads_get_what_one_gets(often):
 
 
 @without_triton
-def test_launches_of_threads_have_numbers_of_their_own(monkeypatch):
-    """By which compiled kernels are looked up."""
-    from tilewise.backends.launch import launcher
-
-    met = threading.Barrier(2)
-
-    class Met(dict):
-        """Both threads come here before either has a number."""
-
-        def setdefault(self, key, value):
-            met.wait(10)
-            return super().setdefault(key, value)
-
-    monkeypatch.setattr(launcher, "_families", Met())
-    launches = [launcher.Launch(mock.Mock(params=()), 1, (), (1,)) for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda launch: launch.family().number, launches)
-    assert one != other
-
-
-@without_triton
 def test_a_launch_of_two_threads_keeps_a_kernel_for_its_addresses(monkeypatch):
     """One that was compiled for multiples of 16 bytes must not read others."""
     from tilewise.backends.launch import launcher

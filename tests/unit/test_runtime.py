@@ -1,16 +1,15 @@
 """What attention, matmul and softmax share between the public call and the kernels."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from helpers import cached, empty_cache
 from torch.autograd import forward_ad
 
 from tilewise import attention, matmul, scaled_dot_product_attention, softmax
 from tilewise import scaled_dot_product as sdpa
-from tilewise.frontend import call_cache
-from tilewise.operator import prepared
-from tilewise.operator.prepared import Prepared
 from tilewise.windows import autograd  # noqa: F401  # registers its operators
 
 TERMS = (
@@ -92,24 +91,14 @@ def test_tangents_are_refused(name, graph):
             BY_NAME[name][0](dual)
 
 
-def test_what_is_prepared_is_bounded(monkeypatch):
-    monkeypatch.setattr(prepared, "LIMIT", 3)
-    kept = Prepared()
-    for n in range(7):
-        assert kept.keep((n,), n) == n
-        assert len(kept) <= 3
-        assert kept[n,] == n
-
-
 # --- scaled_dot_product_attention's calls like an earlier one ---
 
 
 @pytest.fixture
 def remembered(monkeypatch):
     """What `call` remembers, nothing yet."""
-    kept = Prepared()
-    monkeypatch.setattr(call_cache, "cached_calls", kept)
-    return kept
+    empty_cache(monkeypatch)
+    return partial(cached, "call")
 
 
 def qkv(lead=(2, 3), M=5, N=5, dtype=torch.float32, **options):
@@ -139,7 +128,7 @@ def test_sdpa_does_not_read_a_usual_call_again(remembered, monkeypatch, mask, op
     o = scaled_dot_product_attention(*others, mask, **options)
     torch.testing.assert_close(o, expected_of(others, mask, **options), rtol=1e-5, atol=1e-5)
     assert all(x.any() for x in torch.autograd.grad(o.sum(), others))
-    assert len(remembered) == 1
+    assert len(remembered()) == 1
 
 
 @pytest.mark.parametrize(
@@ -158,7 +147,7 @@ def test_sdpa_does_not_read_a_usual_call_again(remembered, monkeypatch, mask, op
 def test_sdpa_remembers_no_other_call(remembered, tensors, options):
     for _ in range(2):
         scaled_dot_product_attention(*tensors, **options)
-    assert not remembered
+    assert not remembered()
 
 
 def test_the_doors_do_not_take_each_others_calls(remembered):
@@ -171,7 +160,7 @@ def test_the_doors_do_not_take_each_others_calls(remembered):
         assert torch.equal(ours, results[0][0])
         torch.testing.assert_close(theirs[:, :, 0], v[:, :, 0])  # sees one key
         assert not torch.allclose(ours[:, :, 0], v[:, :, 0])  # sees three
-    assert len(remembered) == 2
+    assert len(remembered()) == 2
 
 
 def test_errors_after_a_usual_sdpa_call(remembered):
@@ -208,7 +197,7 @@ def test_autocast_comes_before_the_look_up(remembered, dtypes):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = [scaled_dot_product_attention(*tensors) for _ in range(2)]
     assert all(torch.equal(x, wanted) for x in found)
-    assert len(remembered) == 1
+    assert len(remembered()) == 1
 
 
 def test_a_usual_sdpa_call_follows_the_determinism_that_is_asked_for(remembered):
@@ -219,5 +208,5 @@ def test_a_usual_sdpa_call_follows_the_determinism_that_is_asked_for(remembered)
         scaled_dot_product_attention(*tensors)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert sorted(terms.deterministic for terms, _ in remembered.values()) == [False, True]
-    assert all(terms.exact for terms, _ in remembered.values())
+    assert sorted(terms.deterministic for terms, _ in remembered().values()) == [False, True]
+    assert all(terms.exact for terms, _ in remembered().values())

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import empty_cache
 
 import tilewise.frontend.arguments
 import tilewise.scaled_dot_product
 from tilewise import scaled_dot_product_attention
-from tilewise.operator.prepared import Prepared
 
 L, S, E, EV = 5, 7, 4, 3
 
@@ -281,9 +281,7 @@ def flattened(monkeypatch):
         return run(inputs, *rest, **options)
 
     monkeypatch.setattr(tilewise.scaled_dot_product, "attention_op", spy)
-    monkeypatch.setattr(
-        tilewise.frontend.call_cache, "cached_calls", Prepared()
-    )  # or a call like an earlier one is not read
+    empty_cache(monkeypatch)  # or a call like an earlier one is not read
     return seen
 
 

@@ -14,15 +14,14 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Case, rows_of
+from helpers import Case, empty_cache, rows_of
 from torch import Tensor
 
 from tilewise import attention, scaled_dot_product_attention
 from tilewise.backends import Inputs, Needs, Outputs, empty_output
 from tilewise.backends.protocol import Structure, resized_problem
-from tilewise.frontend import call_cache
+from tilewise.cache import calls
 from tilewise.operator import dispatch
-from tilewise.operator.prepared import Prepared
 from tilewise.operator.structure import Variants, layouts, structure_of, terms_key
 from tilewise.planner import make_plan
 from tilewise.spec.problem import Problem, irregular
@@ -216,12 +215,7 @@ def prepared_by(monkeypatch):
     """
     from tilewise.backends import cpu
 
-    for module, names in (
-        (dispatch, ("forwards", "backwards", "structures")),
-        (call_cache, ("cached_calls", "structures")),
-    ):
-        for name in names:
-            monkeypatch.setattr(module, name, Prepared())
+    empty_cache(monkeypatch)
     log: list[tuple[str, bool, Problem]] = []
 
     class Pass:
@@ -279,14 +273,7 @@ def test_a_new_length_is_what_it_would_be_without_others(prepared_by, door, oper
     assert sum(resized for _, resized, _ in seen) >= 6
     torch.manual_seed(0)
     for (M, N), found in zip(lengths, after_others, strict=True):
-        for kept in (
-            dispatch.forwards,
-            dispatch.backwards,
-            dispatch.structures,
-            call_cache.cached_calls,
-            call_cache.structures,
-        ):
-            kept.clear()
+        calls.clear()
         assert all(torch.equal(x, y) for x, y in zip(found, run(M, N), strict=True))
     alone = prepared_by[len(seen) :]
     fresh = [(work, problem) for work, resized, problem in alone if not resized]
@@ -410,24 +397,20 @@ def test_threads_share_variants():
     assert sorted(run.n for _, run in variants.prepared) == [0, 1, 2, 3]
 
 
-def test_variants_are_bounded():
+def test_variants_are_bounded(monkeypatch):
     class Never:
         resizable = True
 
         def resized(self, *_):
             return None
 
-    kept = dispatch.structures
+    empty_cache(monkeypatch)
     problem = Problem.of(*qkv(8, 24), *(None,) * 7, Score.of(Band(), 16))
-    try:
-        dispatch.structures = Prepared()
-        for _ in range(40):
-            dispatch._keep_variant(("x",), problem, Never())
-        dispatch._keep_variant(("y",), problem, object())  # which cannot be resized
-        assert len(dispatch.structures["x",].prepared) == 16
-        assert ("y",) not in dispatch.structures
-    finally:
-        dispatch.structures = kept
+    for _ in range(40):
+        dispatch._keep_variant(("x",), problem, Never())
+    dispatch._keep_variant(("y",), problem, object())  # which cannot be resized
+    assert len(calls.get(("x",)).prepared) == 16
+    assert calls.get(("y",)) is None
 
 
 @without_triton

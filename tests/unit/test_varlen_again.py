@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import cached
 from varlen_biases import BIASES
 from varlen_helpers import DOUBLE, FLOAT, HALF, SMALL, USED, H, Lengths, New, call, gradients, tensors
 
 from tilewise import varlen_attention
 from tilewise.bias import RaggedBias
+from tilewise.cache import calls
 from tilewise.frontend import varlen
-from tilewise.frontend.call_cache import cached_packed
 from tilewise.frontend.varlen import shared_longest
 
 REMEMBERED = (None, "ragged", "ragged, shared", "along the keys", "along the queries", "padded bhmn", "padded 1111")
@@ -19,9 +20,9 @@ READ = ("query", "t5", "everything")
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    cached_packed.clear()
+    calls.clear()
     yield
-    cached_packed.clear()
+    calls.clear()
 
 
 def twice(monkeypatch, lengths, name, remembered, **options):
@@ -30,7 +31,7 @@ def twice(monkeypatch, lengths, name, remembered, **options):
     found = []
     for n in range(3):
         if n == 2:
-            cached_packed.clear()
+            calls.clear()
         qkv, do, dlse = tensors(lengths, DOUBLE, seed=1 if n == 0 else 2)
         new = New(lengths, DOUBLE, 3 if n == 0 else 4)
         bias = None if name is None else BIASES[name](new)[0]
@@ -38,7 +39,7 @@ def twice(monkeypatch, lengths, name, remembered, **options):
             if n == 1 and remembered:
                 patch.setattr(varlen, "read_packed", None)
             outputs = call(qkv, lengths, bias=bias, **options)
-        assert bool(cached_packed) == remembered
+        assert bool(cached("packed")) == remembered
         found.append((*outputs, *gradients(outputs, (*qkv, *new.leaves), do, dlse)))
     return found
 
@@ -92,7 +93,7 @@ def test_what_a_call_depends_on(change):
         options["mask"] = torch.rand(1, 1, SMALL.max_q, SMALL.max_k) < 0.5
     call(tensors(SMALL, DOUBLE)[0], SMALL)
     after = call(tensors(lengths, dtype)[0], lengths, **options)
-    cached_packed.clear()
+    calls.clear()
     alone = call(tensors(lengths, dtype)[0], lengths, **options)
     assert all(torch.equal(x, y) for x, y in zip(after, alone, strict=True))
 
@@ -104,7 +105,7 @@ def test_deterministic_algorithms_are_part_of_a_call():
         call(tensors(SMALL)[0], SMALL)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert {known[0].deterministic for known in cached_packed.values()} == {False, True}
+    assert {known[0].deterministic for known in cached("packed").values()} == {False, True}
 
 
 def test_what_the_offsets_of_a_ragged_bias_say():
@@ -116,7 +117,7 @@ def test_what_the_offsets_of_a_ragged_bias_say():
     other, _ = call(qkv, lengths, bias=RaggedBias(values, torch.tensor([6, 0, 3, 9])))
     torch.testing.assert_close(along, same)
     torch.testing.assert_close(other, call(qkv, lengths, bias=values[:, [6, 7, 8, 0, 1, 2, 3, 4, 5]])[0])
-    assert len(cached_packed) == 2
+    assert len(cached("packed")) == 2
 
 
 def test_errors_stay():
@@ -160,7 +161,7 @@ def test_only_what_is_asked_for_gets_a_gradient():
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
     with torch.no_grad():
         assert not call(qkv, SMALL, bias=bias)[0].requires_grad
-    assert len(cached_packed) == 1
+    assert len(cached("packed")) == 1
 
 
 def test_second_derivative_raises():

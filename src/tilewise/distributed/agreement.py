@@ -11,13 +11,14 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from tilewise.cache import CallCache
 from tilewise.distributed.layout import Ranks
-from tilewise.operator.prepared import Prepared
 
 Description = tuple[tuple[str, Hashable], ...]
 _KINDS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, TypeError, NotImplementedError)}
-# Ranks that agree keep the same calls in the same order, so they also evict an entry at the same call.
-_agreed: WeakKeyDictionary[Any, Prepared[str]] = WeakKeyDictionary()
+# Not in `calls`: ranks that agree make the same calls in the same order, so they drop an entry at the same call.
+_LIMIT = 4096
+_agreed: WeakKeyDictionary[Any, CallCache[str]] = WeakKeyDictionary()
 
 
 def agreed(ranks: Ranks, description: Description) -> str | None:
@@ -57,4 +58,4 @@ def agree(
                 )
     assert description is not None
     assert method is not None
-    _agreed.setdefault(ranks.group, Prepared()).keep(description, method)
+    _agreed.setdefault(ranks.group, CallCache(_LIMIT)).put(description, method)

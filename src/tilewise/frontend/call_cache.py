@@ -12,13 +12,13 @@ from tilewise.bias.autograd import Rule, is_node, vector_of
 from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import shift_of
 from tilewise.bias.toeplitz import Alibi, T5Bias
+from tilewise.cache import calls
 from tilewise.frontend.arguments import padded_mask, seed_tensor
 from tilewise.frontend.autocast import autocast_on, autocast_somewhere
 from tilewise.masks.block_sparse import TileMask
 from tilewise.operator.autograd import eager_attention, eager_flattened, eager_packed, heads_first
 from tilewise.operator.dispatch import Forward, forward_of, forward_variants
 from tilewise.operator.eager import is_eager
-from tilewise.operator.prepared import Prepared
 from tilewise.operator.seed import drawn_seed
 from tilewise.operator.structure import Variants, layouts, structure_of
 from tilewise.spec.bias_components import Parts
@@ -34,18 +34,6 @@ class Flattened(NamedTuple):
     terms: ScoreNumbers
     run: Forward
     shapes: tuple[tuple[int, ...], ...]  # of each tensor of `Inputs` up to the sink; () if absent
-
-
-# Cached calls. The key is the non-tensor arguments and the layouts of the tensors; a hit skips reading and checks.
-cached_calls: Prepared[tuple[ScoreNumbers, Forward] | Flattened] = Prepared()
-
-
-# Rule, first relative position and width of the vector, for cached calls whose bias is a T5 or ALiBi term.
-vectors: Prepared[tuple[Rule, int, int]] = Prepared()
-
-
-# Calls by their structure: a hit differs from a cached call in its lengths only. See `cache_call`.
-structures: Prepared[tuple[ScoreNumbers, bool, Variants]] = Prepared()
 
 
 def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -64,7 +52,7 @@ def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Ten
     if not _is_cacheable(inputs, tiles):
         return None
     key = _key_of(inputs, tiles, arguments)
-    known = cached_calls.get(key)
+    known: tuple[ScoreNumbers, Forward] | Flattened | None = calls.get(key)
     if known is None:
         if term is not None or tiles is not None:
             return None
@@ -75,14 +63,14 @@ def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Ten
         known = _of_structure(inputs, key)
         if known is None:
             return None
-        cached_calls.keep(key, known)
+        calls.put(key, known)
     elif type(known) is Flattened:
         return eager_flattened(inputs, *known, return_lse)
     elif inputs.sink is not None:
         inputs = _with_rows(inputs)
     assert len(known) == 2
     if term is not None:
-        made = vectors.get(key)
+        made: tuple[Rule, int, int] | None = calls.get(("vector", key))
         if made is None:
             return None
         rule, first, width = made
@@ -102,13 +90,13 @@ def _settings(term: T5Bias | Alibi) -> tuple | None:
 
 def _of_structure(inputs: Inputs, key: tuple) -> tuple[ScoreNumbers, Forward] | None:
     """Return the entry of a call that differs from a cached one in its lengths only, or None. key: see `_key_of`."""
-    sink, arguments = key[17], key[19]
+    sink, arguments = key[18], key[20]
     if inputs.sink is not None:  # the sink in rows; the key may have another form
         (sink,) = layouts(inputs.sink)
-    structure = structure_of(key[:5], key[5:10], key[10:15], key[15], key[16], sink)
+    structure = structure_of(key[1:6], key[6:11], key[11:16], key[16], key[17], sink)
     if structure is None:
         return None
-    known = structures.get((structure.key, arguments))
+    known: tuple[ScoreNumbers, bool, Variants] | None = calls.get(("structure", structure.key, arguments))
     if known is None:
         return None
     terms, aligned, variants = known
@@ -138,12 +126,12 @@ def cache_call(
         key, inputs = _key_of(inputs, tiles, arguments), _with_rows(inputs)
         if score.dropout:
             inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
-        cached_calls.keep(key, (terms, forward_of(inputs, terms)))
+        calls.put(key, (terms, forward_of(inputs, terms)))
         if tiles is None and inputs.seed is None:
             structure = structure_of(*layouts(*inputs[:6]))  # type: ignore[arg-type]
             variants = None if structure is None else forward_variants(structure, terms)
             if structure is not None and variants is not None:
-                structures.keep((structure.key, arguments), (terms, aligned, variants))
+                calls.put(("structure", structure.key, arguments), (terms, aligned, variants))
 
 
 def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: Parts | None) -> None:
@@ -161,21 +149,21 @@ def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: 
     inputs = _with_rows(inputs)._replace(parts=parts)
     if terms.dropout:
         inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
-    cached_calls.keep(key, (terms, forward_of(inputs, terms)))
-    vectors.keep(key, (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
+    calls.put(key, (terms, forward_of(inputs, terms)))
+    calls.put(("vector", key), (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
 def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple) -> None:
     """Cache a successful call with more leading dimensions. ``flattened`` are the views passed to the cached call."""
     if _is_cacheable(inputs, None) and inputs.sink is None and _is_cacheable(flattened, None):
-        known = cached_calls.get(_key_of(flattened, None, arguments))
+        known = calls.get(_key_of(flattened, None, arguments))
         if known is not None and not known[0].dropout:
             shapes = tuple([() if x is None else tuple(x.shape) for x in flattened[:6]])
-            cached_calls.keep(_key_of(inputs, None, arguments), Flattened(*known[:2], shapes))
+            calls.put(_key_of(inputs, None, arguments), Flattened(known[0], known[1], shapes))
 
 
 def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
-    """Return the key in `cached_calls` of a function that calls ``attention`` with reshaped bias and mask. None if the
+    """Return the cache key of a function that calls ``attention`` with reshaped bias and mask. None if the
     call cannot be cached."""
     q, k, v, bias, mask = inputs[:5]
     if q is None or k is None or v is None or autocast_somewhere() or not is_eager(inputs[:5]):
@@ -188,20 +176,19 @@ def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
 
 def cached_entry_point_call(key: tuple, inputs: Inputs) -> Tensor | None:
     """Return o on a hit of a call stored by `cache_entry_point_call`, else None."""
-    known = cached_calls.get(key)
+    known = calls.get(key)
     return eager_flattened(inputs, *known, False)[0] if type(known) is Flattened else None
 
 
 def cache_entry_point_call(key: tuple, inputs: Inputs) -> None:
     """Cache a call of ``attention(q, k, v, bias=, mask=)`` that succeeded; ``inputs`` are its arguments."""
     if _is_cacheable(inputs, None):
-        known = cached_calls.get(_key_of(inputs, None, (False, key[2], None, 0.0)))
+        known = calls.get(_key_of(inputs, None, (False, key[2], None, 0.0)))
         if type(known) is Flattened:
-            cached_calls.keep(key, known)
+            calls.put(key, known)
         elif known is not None:
-            cached_calls.keep(
-                key, Flattened(*known[:2], tuple([() if x is None else tuple(x.shape) for x in inputs[:6]]))
-            )
+            shapes = tuple([() if x is None else tuple(x.shape) for x in inputs[:6]])
+            calls.put(key, Flattened(known[0], known[1], shapes))
 
 
 def _with_rows(inputs: Inputs) -> Inputs:
@@ -233,17 +220,13 @@ def _key_of(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
         q_begin = k_begin = v_begin = 0
     else:
         q_begin, k_begin, v_begin = [address(x) % 16 for x in (q, k, v)]
-    return (  # first `layouts` of q, k and v
-        q.shape, q.dtype, q.device, q.stride(), q_begin, k.shape, k.dtype, k.device, k.stride(), k_begin,
+    return (  # `layouts` of q, k and v come first
+        "call", q.shape, q.dtype, q.device, q.stride(), q_begin, k.shape, k.dtype, k.device, k.stride(), k_begin,
         v.shape, v.dtype, v.device, v.stride(), v_begin,
         None if bias is None else layouts(bias)[0], None if mask is None else layouts(mask)[0],
         None if sink is None else layouts(sink)[0],
         None if tiles is None else (tiles.queries, tiles.keys, layouts(*tiles.tensors)), arguments,
     )  # fmt: skip
-
-
-# Packed batches: the numbers of the call, the prepared forward, and the shape of the bias in `Inputs`.
-cached_packed: Prepared[tuple[ScoreNumbers, Forward, tuple[int, ...] | None]] = Prepared()
 
 
 class PackedKey(NamedTuple):
@@ -272,13 +255,13 @@ class PackedKey(NamedTuple):
             return None
         settings = tuple([(name, type(x), x) for name, x in options.items() if name not in ("bias", "mask")])
         ordered = torch.are_deterministic_algorithms_enabled()
-        key = layouts(*tensors), longest, *map(type, longest), exact, ordered, settings
+        key = "packed", layouts(*tensors), longest, *map(type, longest), exact, ordered, settings
         return cls((q, k, v, bias), mask, lengths, key)
 
     def cached_result(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
         """Return ``(o, lse)`` in the caller's shapes on a cache hit, else None."""
         try:
-            known = cached_packed.get(self.key)
+            known: tuple[ScoreNumbers, Forward, tuple[int, ...] | None] | None = calls.get(self.key)
         except TypeError:  # an unhashable setting is not allowed: `read_packed` raises the error
             return None
         if known is None:
@@ -296,4 +279,4 @@ class PackedKey(NamedTuple):
         """Cache a call that succeeded; ``inputs`` is the result of reading it."""
         if inputs.parts is None:
             shape = None if inputs.bias is None else tuple(inputs.bias.shape)
-            cached_packed.keep(self.key, (terms, forward_of(inputs, terms), shape))
+            calls.put(self.key, (terms, forward_of(inputs, terms), shape))

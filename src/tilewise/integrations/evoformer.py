@@ -17,10 +17,10 @@ from torch.nn.functional import pad
 
 from tilewise import attention
 from tilewise.backends import Inputs
+from tilewise.cache import calls
 from tilewise.frontend.autocast import autocast, autocast_somewhere
 from tilewise.frontend.call_cache import cache_entry_point_call, cached_entry_point_call, entry_point_key
 from tilewise.operator.eager import is_eager
-from tilewise.operator.prepared import Prepared
 from tilewise.operator.tools import exports_onnx
 from tilewise.planner import check_backend
 from tilewise.spec.checks import DTYPES, broadcasts, check_flag
@@ -298,7 +298,7 @@ def window_pair_attention(
     """
     tensors = (q, k, v, pair_bias, mask)
     key = _key_of(tensors, (q_block, k_block, edges, scale, backend))
-    known = None if key is None else _cached_windows.get(key)
+    known: tuple[Windowed, tuple] | None = None if key is None else calls.get(key)
     if known is not None:  # an earlier call was checked
         return eager_windows(known[0], q, k, v, pair_bias, mask, known[1])
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -345,8 +345,6 @@ def window_pair_attention(
 
 # --- by window kernels ---
 
-# Prepared launches by the layouts of the tensors and the other arguments, for calls that differ in tensor data only.
-_cached_windows: Prepared[tuple[Windowed, tuple]] = Prepared()
 _NUMBERS = (float, int, type(None))
 
 
@@ -365,7 +363,7 @@ def _key_of(tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple | Non
     for x in tensors:
         if x is not None and (x.layout is not _STRIDED or x.is_nested):
             return None
-    return (*layouts(tensors), arguments)
+    return ("window_pair_attention", *layouts(tensors), arguments)
 
 
 def _by_windows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, geometry: Geometry, backend: str | None) -> bool:
@@ -388,7 +386,7 @@ def _windowed(
         return o
     run = windowed(*tensors, *numbers)
     if key is not None:
-        _cached_windows.keep(key, (run, numbers))
+        calls.put(key, (run, numbers))
     return eager_windows(run, *tensors, numbers)
 
 

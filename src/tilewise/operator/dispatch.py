@@ -14,15 +14,11 @@ from torch import Tensor
 
 from tilewise.backends import empty_low_bits, empty_output, lse_dtype, sink_gradient
 from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
-from tilewise.operator.prepared import Prepared
+from tilewise.cache import calls
 from tilewise.operator.structure import Layout, Structure, Variants, layouts, structure_of, terms_key
 from tilewise.planner import Plan, make_plan
 from tilewise.spec.problem import Problem, irregular
 from tilewise.spec.score import ScoreNumbers
-
-forwards: Prepared[Forward] = Prepared()
-backwards: Prepared[Backward] = Prepared()
-structures: Prepared[Variants] = Prepared()  # of passes that can be resized
 
 
 def describe(inputs: Inputs, terms: ScoreNumbers, **more: Any) -> Problem:
@@ -35,8 +31,8 @@ def describe(inputs: Inputs, terms: ScoreNumbers, **more: Any) -> Problem:
 def forward_of(inputs: Inputs, terms: ScoreNumbers) -> Forward:
     """Return the prepared forward for ``inputs`` and all inputs of equal layout."""
     found = layouts(*inputs.tensors())
-    key = (found, terms)
-    run = forwards.get(key)
+    key = ("forward", found, terms)
+    run: Forward | None = calls.get(key)
     if run is None:
         structure = _structure(inputs, found)
         variants = None if structure is None else forward_variants(structure, terms)
@@ -44,9 +40,9 @@ def forward_of(inputs: Inputs, terms: ScoreNumbers) -> Forward:
         if run is None:
             problem = describe(inputs, terms, irregular=_irregular(inputs))
             run = _prepare_forward(make_plan(problem, terms.backend), inputs)
-            if structure is not None and _keep_variant(("forward", structure.key, terms_key(terms)), problem, run):
+            if structure is not None and _keep_variant(_variants_key("forward", structure, terms), problem, run):
                 return run
-        forwards.keep(key, run)
+        calls.put(key, run)
     return run
 
 
@@ -58,7 +54,11 @@ def _structure(inputs: Inputs, found: tuple[Layout | None, ...]) -> Structure | 
 
 def forward_variants(structure: Structure, terms: ScoreNumbers) -> Variants | None:
     """Return the prepared forwards of this structure that can be resized, or None."""
-    return structures.get(("forward", structure.key, terms_key(terms)))
+    return calls.get(_variants_key("forward", structure, terms))
+
+
+def _variants_key(name: str, structure: Structure, terms: ScoreNumbers, *more: Any) -> tuple:
+    return "variants", name, structure.key, terms_key(terms), *more
 
 
 def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
@@ -66,7 +66,7 @@ def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
     for this layout from it, which checks less and is faster."""
     if not getattr(run, "resizable", False):
         return False
-    variants = structures.get(key) or structures.keep(key, Variants([]))
+    variants: Variants = calls.get(key) or calls.put(key, Variants([]))
     return variants.add(problem, run)
 
 
@@ -75,13 +75,13 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Sc
     found = layouts(*inputs.tensors(), outputs.o, outputs.lse, cotangents.o, cotangents.lse)
     if outputs.o_low is not None:  # with dropout: no structure
         found += layouts(outputs.o_low)
-    key = (found, terms, needs)
-    run = backwards.get(key)
+    key = ("backward", found, terms, needs)
+    run: Backward | None = calls.get(key)
     if run is None:
         structure = structure_of(*found) if len(found) == 10 else None  # type: ignore[arg-type]
         if structure is not None:
-            alike = "backward", structure.key, terms_key(terms), needs
-            variants = structures.get(alike)
+            alike = _variants_key("backward", structure, terms, needs)
+            variants: Variants | None = calls.get(alike)
             if variants is not None:
                 run = variants.resized(structure, terms, inputs, outputs, cotangents, needs)
         if run is None:
@@ -91,7 +91,7 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Sc
             run = _prepare_backward(make_plan(problem, terms.backend), inputs, outputs, cotangents, needs)
             if structure is not None and _keep_variant(alike, problem, run):
                 return run
-        backwards.keep(key, run)
+        calls.put(key, run)
     return run
 
 

@@ -6,8 +6,6 @@ launches, or move several times the bytes.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +14,7 @@ from torch import Tensor
 from tilewise.backends import device_of
 from tilewise.backends.kernels.interval_tiles import _store_tiles
 from tilewise.backends.launch.launcher import POINTER, Launch, Strided, strided
+from tilewise.cache import prepared_once
 from tilewise.spec.block_mask import WORD, TileTensors
 
 TILE = 128  # tile size of the mask of gathered keys
@@ -27,7 +26,7 @@ Kind = tuple[torch.device, *tuple[torch.dtype, ...]]
 # --- gathered rows, and their gradients ---
 
 
-@lru_cache(256)
+@prepared_once
 def _take_rows(
     kind: Kind, shape: tuple[int, ...], chunks: int, cols: int, keys_shape: tuple[int, int], x: Strided
 ) -> Launch:
@@ -75,7 +74,7 @@ def take_rows_kernel(
     tl.store(found + (tl.cast(row, tl.int64) * cols + r[:, None]) * dim + d[None, :], value, mask=inside)
 
 
-@lru_cache(256)
+@prepared_once
 def _sum_rows(
     kind: Kind, shape: tuple[int, ...], chunks: int, keys_shape: tuple[int, int], grad: Strided, total: Strided
 ) -> Launch:
@@ -91,7 +90,7 @@ def _sum_rows(
     )  # fmt: skip
 
 
-@lru_cache(256)
+@prepared_once
 def _places(kind: Kind, count: int, cols: int, rows: int) -> Launch:
     blocks = triton.cdiv(cols, _BLOCK)
     return Launch(places_kernel, rows * blocks, (POINTER,) * 2, (count, cols, _BLOCK), num_warps=4)
@@ -179,7 +178,7 @@ def _rows_at(grad, at_head, chunk, place, cols):
 # --- when keys are dropped ---
 
 
-@lru_cache(256)
+@prepared_once
 def _levels(device: torch.device, rows: int, n: int, wanted: int) -> tuple[Launch, list[tuple[Launch, Launch]]]:
     """Return the first launch, and for each level its counting and its moving launch."""
     half = 1 << max((n - 1).bit_length() - 1, 0)
@@ -297,7 +296,7 @@ def smallest_level_kernel(
 # --- intervals of queries ---
 
 
-@lru_cache(256)
+@prepared_once
 def _intervals(device: torch.device, rows: int, n: int, queries: int, keep: int, causal: bool) -> Launch:
     blocks = triton.cdiv(n, _BLOCK)
     numbers = (n, queries, keep, causal, _BLOCK)
@@ -346,7 +345,7 @@ def selected_intervals_kernel(
 # --- the keys of chunks of queries ---
 
 
-@lru_cache(256)
+@prepared_once
 def _chosen(
     device: torch.device, matrices: int, n: int, chunks: int, rows: int, cols: int, limits: tuple[int, int],
     ranked: bool,
@@ -356,7 +355,7 @@ def _chosen(
     return Launch(chosen_keys_kernel, matrices * chunks, (POINTER,) * 4, numbers, num_warps=16)
 
 
-@lru_cache(256)
+@prepared_once
 def _ordered(
     device: torch.device, batch: int, own: int, heads: int, n: int, chunks: int, rows: int, cols: int,
     limits: tuple[int, int],

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from tilewise.backends import empty_output, float32_precision
+from tilewise.cache import calls
 from tilewise.operator.custom_op import Operator, fake_gradients_like, gradients_like
 from tilewise.operator.eager import apply_of, is_differentiated, is_eager_backward
-from tilewise.operator.prepared import Prepared
 from tilewise.operator.tools import recorded
 from tilewise.windows import Geometry, WindowNeeds
 
@@ -45,9 +45,6 @@ class _WantedWindows(NamedTuple):
     needs: list[bool]  # see `WindowNeeds`
 
 
-_prepared: Prepared[Windowed] = Prepared()
-
-
 def layouts(tensors: Sequence[Tensor | None]) -> tuple:
     """Return all that a launch depends on except alignment, which it checks itself; with the float32 precision."""
     q = tensors[0]
@@ -60,13 +57,13 @@ def windowed(
     k_block: int, shift: bool,
 ) -> Windowed:  # fmt: skip
     """Return the prepared computation of this layout; requires `config.fits` and `config.rows_merge`."""
-    key = (layouts((q, k, v, bias, mask)), scale, q_block, k_block, shift)
-    run = _prepared.get(key)
+    key = ("windows", layouts((q, k, v, bias, mask)), scale, q_block, k_block, shift)
+    run: Windowed | None = calls.get(key)
     if run is None:
         from tilewise.windows.launch import Windowed
 
         run = Windowed(q, k, v, bias, mask, Geometry(q_block, k_block, shift), scale)
-        _prepared.keep(key, run)
+        calls.put(key, run)
     return run
 
 

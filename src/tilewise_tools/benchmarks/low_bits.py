@@ -15,11 +15,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tilewise import attention
+from tilewise import attention, clear_caches
 from tilewise.backends import empty_low_bits
 from tilewise.backends.gluon.sm90.forward import launch
-from tilewise.frontend import call_cache
-from tilewise.operator import dispatch
 from tilewise_tools.benchmarks.turns import difference, in_turns
 
 SEED = torch.tensor([1, 2], device="cuda")
@@ -39,9 +37,7 @@ def made(batch: int, heads: int, length: int, dim: int) -> list[Tensor]:
 def with_bits(on: bool) -> None:
     """Clear all caches; later calls store the low bits of o only if ``on``."""
     launch.empty_low_bits = empty_low_bits if on else lambda o, problem: None
-    dispatch.forwards.clear()
-    dispatch.backwards.clear()
-    call_cache.cached_calls.clear()
+    clear_caches()
 
 
 def milliseconds(step: Callable[[], object], calls: int) -> float:

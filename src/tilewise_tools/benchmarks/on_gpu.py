@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import matmul
+from tilewise import clear_caches, matmul
 from tilewise.ops.gemm import hopper
 from tilewise.ops.gemm.config import hopper_config
 from tilewise.ops.gemm.problem import describe
@@ -211,7 +211,7 @@ def softmax_with(config: SoftmaxConfig, step: Callable[[], Tensor]) -> Callable[
         launch.softmax_config = lambda *arguments: config
         return step()
 
-    launch._prepare.cache_clear()
+    clear_caches()
     return run
 
 

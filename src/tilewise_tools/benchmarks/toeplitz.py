@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import tilewise
+from tilewise import clear_caches
 from tilewise.backends.gluon.sm90.backward import launch as backward_launch
-from tilewise.operator import dispatch
 from tilewise_tools.bench import terms
 from tilewise_tools.bench.timing import Clock, calibrate, host_seconds
 from tilewise_tools.benchmarks.turns import in_turns, medians
@@ -135,11 +135,11 @@ def timed(clock: Clock, calls: dict[str, ToeplitzCall], what: str) -> dict[str, 
         if what == "forward":
             return clock.time(call.forward).median_s
         if call.form:
-            dispatch.backwards.clear()
+            clear_caches()
             backward_launch.backward_config = formed(call.form)
         found = clock.time(call.backward).median_s
         if call.form:
-            dispatch.backwards.clear()
+            clear_caches()
             backward_launch.backward_config = usual
         return found
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tilewise.windows import autograd, config, launch
+from tilewise import clear_caches
+from tilewise.windows import config, launch
 from tilewise_tools.bench import windows
 from tilewise_tools.bench.operators import OperatorInputs
 from tilewise_tools.bench.timing import Clock, host_seconds
@@ -79,14 +80,7 @@ def with_tiles(warps: tuple[int | None, ...]) -> None:
     of = config.tiles_of
     names = ("forward_warps", "backward_warps", "forward_registers", "backward_registers")
     launch.tiles_of = lambda *a: of(*a)._replace(**dict(zip(names, warps, strict=True)))
-    forget()
-
-
-def forget() -> None:
-    from tilewise.integrations import evoformer
-
-    autograd._prepared.clear()
-    evoformer._cached_windows.clear()
+    clear_caches()
 
 
 def main() -> None:
@@ -111,10 +105,10 @@ def main() -> None:
                     report(f"{samples} samples, {warps}, {which}", step, clock)
             launch.tiles_of = config.tiles_of
             for launch.PROGRAMS in (1024, 1 << 30) if samples > 1 else ():
-                forget()
+                clear_caches()
                 report(f"{samples} samples, {launch.PROGRAMS} programs, forward", steps(case, x, "auto")[0], clock)
             launch.PROGRAMS = config.PROGRAMS
-            forget()
+            clear_caches()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -11,12 +9,13 @@ from torch import Tensor
 
 from tilewise.backends import device_of
 from tilewise.backends.launch.launcher import POINTER, Launch
+from tilewise.cache import prepared_once
 from tilewise.spec.block_mask import EMPTY, FULL, PARTIAL
 
 EMPTY_TILE, PARTIAL_TILE, FULL_TILE = tl.constexpr(EMPTY), tl.constexpr(PARTIAL), tl.constexpr(FULL)
 
 
-@lru_cache(256)
+@prepared_once
 def _tiles(device: torch.device, matrices: int, keys: int, queries: int, block: tuple[int, int]) -> Launch:
     (block_m, block_n), block_r = block, 32
     numbers = (queries, keys, block_m, block_n, triton.next_power_of_2(block_n), block_r)

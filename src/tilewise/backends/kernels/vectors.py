@@ -6,8 +6,6 @@ tokens. Sums are in float32 and in a fixed order.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from tilewise.backends import device_of
 from tilewise.backends.launch.launcher import POINTER, Launch, Strided, strided
+from tilewise.cache import prepared_once
 
 _VECTOR_BLOCK = 1024
 _SUM_BLOCK = 4096
@@ -29,7 +28,7 @@ def _vector(heads: tuple[int, int], width: int, x: Tensor) -> Tensor:
 # --- T5's table ---
 
 
-@lru_cache(256)
+@prepared_once
 def _table_vector(kind: Kind, table: Strided, heads: int, count: int, least: int, first: int, width: int) -> Launch:
     programs = heads * triton.cdiv(width, _VECTOR_BLOCK)
     numbers = (least, count, first, width, _VECTOR_BLOCK)
@@ -61,7 +60,7 @@ def table_vector_kernel(table, rows, vector, least, count, first, width, BLOCK: 
     tl.store(vector + tl.cast(h, tl.int64) * width + place, value.to(tl.float32), mask=place < width)
 
 
-@lru_cache(256)
+@prepared_once
 def _table_gradient(
     kind: Kind, gradient: Strided, table: Strided, sizes: tuple[int, int], first: int, width: int
 ) -> Launch:
@@ -103,7 +102,7 @@ def table_gradient_kernel(gradient, bounds, table, first, width, buckets, BLOCK:
 # --- ALiBi's slopes ---
 
 
-@lru_cache(256)
+@prepared_once
 def _slopes_vector(kind: Kind, slopes: Strided, shape: tuple[int, int], first: int, width: int, signed: bool) -> Launch:
     programs = shape[0] * shape[1] * triton.cdiv(width, _VECTOR_BLOCK)
     numbers = (shape[1], first, width, signed, _VECTOR_BLOCK)
@@ -138,7 +137,7 @@ def _of_distance(distance, SIGNED: tl.constexpr):
         return -tl.abs(distance).to(tl.float32)
 
 
-@lru_cache(256)
+@prepared_once
 def _slopes_gradient(
     kind: Kind, gradient: Strided, slopes: Strided, shape: tuple[int, int], first: int, width: int, signed: bool
 ) -> Launch:

@@ -14,7 +14,7 @@ kernel. A `Launch` does this work once per layout. To launch a new kernel,
 The first call of a `Launch` goes through Triton, which compiles. Later calls reuse the kernel, which fits all tensors
 of equal shape, dtype, strides and device; an unaligned pointer (not a multiple of 16) selects another kernel. Kernels
 are cached by everything that Triton specializes on (`Launch.wants`), so a `Launch` for other sizes, as of a growing KV
-cache, asks Triton only for new combinations. Compile-time constants made by `constants` are compared by identity.
+cache, asks Triton only for new combinations.
 
 On Triton 3.6 to 3.9 later calls also skip Triton's Python code around its C launcher, and cache the TMA descriptors of
 recent addresses (`short_launch`). Later versions, launches with hooks (profilers) and kernels with scratch memory use
@@ -28,7 +28,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -57,6 +56,7 @@ from tilewise.backends.launch.arguments import (
     strides_of,
 )
 from tilewise.backends.launch.short_launch import VERSION, Members, Short, Varied, knows_launcher
+from tilewise.cache import kernels
 
 __all__ = [
     "POINTER",
@@ -85,26 +85,12 @@ _assembling = threading.Lock()
 
 
 T = TypeVar("T", bound=tuple)
-_constants: dict[tuple, tuple] = {}
-_known_constants: set[int] = set()  # ids of the values of `_constants`, which are never freed
-_kernels: dict[tuple, CompiledKernel] = {}  # by `Launch.wants`
-_families: dict[tuple, int] = {}  # number of each family: its launches differ in their integers only
-_numbers = count()  # of families, thread-safe
 _keeping = threading.Lock()
 
 
 def constants(values: T) -> T:
-    """Return the named tuple ``values`` with tl.constexpr fields; equal values give the same object.
-
-    A field must always have the same type, because 1 and True are equal.
-    """
-    key = (type(values), *values)
-    found = _constants.get(key)
-    if found is None:
-        fields = (constants(x) if isinstance(x, tuple) else tl.constexpr(x) for x in values)
-        found = _constants.setdefault(key, type(values)(*fields))
-    _known_constants.add(id(found))
-    return found  # type: ignore[return-value]
+    """Return the named tuple ``values`` with tl.constexpr fields."""
+    return type(values)(*(constants(x) if isinstance(x, tuple) else tl.constexpr(x) for x in values))
 
 
 class Launch:
@@ -188,7 +174,7 @@ class Launch:
         compiled = self._compiled if aligned == self._aligned else None
         if compiled is None:
             wants = self.wants(tensors, aligned)
-            compiled = _kernels.get(wants)
+            compiled = kernels.get(wants)
             if compiled is None:
                 compiled = self._ask(tensors, wants)
                 self._keep(compiled, aligned, tensors)
@@ -206,7 +192,7 @@ class Launch:
         """
         if self._wants is None:
             family = self.family()
-            self._wants = (family.number, *family.codes(self.numbers), *_codes(strides_of(self.layouts)))
+            self._wants = (family.wants, *family.codes(self.numbers), *_codes(strides_of(self.layouts)))
         kinds = [None if x is None else (x.dtype, x.device) for x in tensors]
         return (self._wants, *kinds, *aligned)
 
@@ -228,7 +214,7 @@ class Launch:
             compiled = self.kernel[(self.programs,)](*self._arguments(tensors), **self.options)
         if not isinstance(compiled, CompiledKernel):
             return None
-        return _kernels.setdefault(wants, compiled)
+        return kernels.put(wants, compiled)
 
     def _keep(
         self, compiled: CompiledKernel | None, aligned: tuple[bool, ...], tensors: Sequence[Tensor | None]
@@ -325,43 +311,33 @@ class _Family:
         layouts, numbers = launch.layouts, launch.numbers
         named = getattr(launch.kernel, "params", ())[len(layouts) :]  # empty under the interpreter
         fixed = [p.is_constexpr for p in named] or [False] * len(numbers)
-        # Positions of the numbers that are integers which may differ, and of the tuples that contain such integers.
-        self._single: list[int] = []
-        self._among: list[tuple[int, Any]] = []  # with a function that extracts them, None if all members are integers
-        for n, x in enumerate(numbers):
-            if fixed[n] or (isinstance(x, tuple) and id(x) in _known_constants):
-                continue
-            if type(x) is int:
-                self._single.append(n)
-            elif isinstance(x, tuple):
-                members = [at for at, y in enumerate(x) if type(y) is int]
-                if len(members) == len(x):
-                    self._among.append((n, None))
-                elif any(isinstance(y, tuple) for y in x):
-                    self._among.append((n, _integers))
-                elif len(members) > 1:  # itemgetter of one index returns no tuple
-                    self._among.append((n, itemgetter(*members)))
-                elif members:
-                    self._among.append((n, itemgetter(slice(members[0], members[0] + 1))))
+        # Positions of the numbers that are integers which may differ, and of tuples with functions that extract theirs.
+        self._single = [n for n, x in enumerate(numbers) if type(x) is int and not fixed[n]]
+        self._among = [
+            (n, get) for n, x in enumerate(numbers) if isinstance(x, tuple) and not fixed[n] and (get := _integers(x))
+        ]
         kinds = [_value(x) if known else _kind(x) for x, known in zip(numbers, fixed, strict=True)]
-        wants = (launch.kernel, *launch.options.items(), *map(layout_kind, layouts), *kinds)
-        self.number = _families.setdefault(wants, next(_numbers))
+        self.wants = (launch.kernel, *launch.options.items(), *map(layout_kind, layouts), *kinds)
         self.short: dict[tuple[int, ...], Short] = {}  # by `codes` of the numbers
         self.made: dict[tuple, list[Whole]] = {}
 
     def codes(self, numbers: Sequence[Any]) -> tuple[int, ...]:
         """Return `_codes` of the integers among a launch's numbers."""
         integers = [numbers[n] for n in self._single]
-        for n, some in self._among:
-            integers += numbers[n] if some is None else some(numbers[n])
+        for n, get in self._among:
+            integers += get(numbers[n])
         return _codes(integers)
 
 
-def _integers(x: Any) -> list[int]:
-    """Return all integers in a tuple and in its nested tuples."""
-    if isinstance(x, tuple):
-        return [] if id(x) in _known_constants else [i for y in x for i in _integers(y)]
-    return [x] if type(x) is int else []
+def _integers(x: tuple) -> Callable[[tuple], Sequence[int]] | None:
+    """Return a function that extracts the integers of tuples like ``x``, also nested ones; None without integers."""
+    own = [at for at, y in enumerate(x) if type(y) is int]
+    nested = [(at, get) for at, y in enumerate(x) if isinstance(y, tuple) and (get := _integers(y))]
+    if nested:
+        return lambda x: [*[x[at] for at in own], *[i for at, get in nested for i in get(x[at])]]
+    if len(own) < 2:  # itemgetter of one index returns no tuple
+        return itemgetter(slice(own[0], own[0] + 1)) if own else None
+    return itemgetter(*own)
 
 
 def _codes(integers: Sequence[int]) -> tuple[int, ...]:
@@ -380,8 +356,6 @@ def _kind(x: Any) -> Any:
 
 def _value(x: Any) -> Any:
     if isinstance(x, tuple):
-        if id(x) in _known_constants:
-            return "constants", id(x)
         return type(x), *[_kind(y) for y in x]
     if isinstance(x, tl.constexpr):  # its own comparison takes several calls
         return "constexpr", type(x.value), x.value

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import address, device_of, float32_precision
-from tilewise.operator.prepared import Prepared
+from tilewise.cache import calls
 from tilewise.ops.gemm import cpu
 from tilewise.ops.gemm.plan import choose
 from tilewise.ops.gemm.problem import broadcast, describe, output_shape
-
-# Prepared launches by layout and factors; a launch of None: the kernels cannot read the operands in place.
-_launches: Prepared[tuple] = Prepared()
 
 
 def run(
@@ -29,9 +26,9 @@ def run(
     if a.is_cpu and backend.split()[0] in ("auto", "cpu"):
         return cpu.matmul(a, b, c, alpha, beta, summed)
     key = _key(a, b, c, alpha, beta, summed, backend)
-    known = _launches.get(key)
+    known = calls.get(key)
     if known is None:
-        known = _launches.keep(key, _prepare(a, b, c, alpha, beta, summed, backend))
+        known = calls.put(key, _prepare(a, b, c, alpha, beta, summed, backend))
     shape, launch = known
     if launch is None:
         flat = _two_batch_axes(a, b, c, summed)
@@ -48,7 +45,7 @@ def ran_before(a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float
         return False
     if c is not None and c.layout is not torch.strided:
         return False
-    return _key(a, b, c, alpha, beta, (), backend) in _launches
+    return calls.get(_key(a, b, c, alpha, beta, (), backend)) is not None
 
 
 def _key(
@@ -57,7 +54,7 @@ def _key(
     """Return all that a Product and its launch read of a call."""
     # one expression: a function call costs as much as reading a tensor
     return (
-        a.shape, a.stride(), a.dtype, a.device, address(a) % 16 == 0,
+        "matmul", a.shape, a.stride(), a.dtype, a.device, address(a) % 16 == 0,
         b.shape, b.stride(), b.dtype, b.device, address(b) % 16 == 0,
         None if c is None else (c.shape, c.stride(), c.dtype, c.device, address(c) % 16 == 0),
         alpha, beta, summed, backend, float32_precision(a.dtype),
@@ -67,7 +64,7 @@ def _key(
 def _prepare(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, summed: tuple[int, ...], backend: str
 ) -> tuple:
-    """Return the shape of the result, and its launch or None."""
+    """Return the shape of the result, and its launch; None if the kernels cannot read the operands in place."""
     shape = output_shape(a, b, summed)
     product = describe(a, b, c, summed)
     if product is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.cache import prepared_once
 from tilewise.ops.row_softmax import BiasLike, SoftmaxNeeds
 from tilewise.ops.row_softmax.triton import backward as backward_kernels
 from tilewise.ops.row_softmax.triton import bias_gradient
@@ -26,7 +26,7 @@ def _strided(x: Tensor | None, axes: SoftmaxAxes, n: int) -> tuple:
     return (x, axes.cols[n], *(axes.strides[n] or [0] * len(axes.sizes)))
 
 
-@lru_cache(maxsize=4096)
+@prepared_once
 def _prepare(
     shape: tuple[int, ...],
     dim: int,

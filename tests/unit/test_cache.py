@@ -1,0 +1,125 @@
+"""The caches of prepared calls and compiled kernels: bounded, safe under threads, without tensors."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import memory_helpers
+import pytest
+import torch
+from helpers import cached, empty_cache
+
+import tilewise
+from tilewise import attention
+from tilewise.cache import CallCache, calls, prepared_once
+
+ELSEWHERE = (type, types.ModuleType, types.FrameType, types.CodeType)  # not what a cached object holds
+
+
+def test_the_least_recently_used_go_first():
+    cache: CallCache[int] = CallCache(8)
+    for n in range(100):
+        assert cache.put((n,), n) == n
+        assert cache.get((n,)) == n
+        assert cache.get((0,)) == 0, "used between all others"
+        assert cache.info().size <= 8
+    assert [cache.get((n,)) for n in (99, 98, 97)] == [99, 98, 97]
+    assert cache.get((50,)) is None
+    assert cache.info()[:2] == (203, 1)
+    cache.clear()
+    assert cache.info() == (0, 0, 0, 8)
+
+
+def test_threads_share_a_cache():
+    cache: CallCache[int] = CallCache(16)
+
+    def use(thread: int) -> bool:
+        found = ((n, cache.get((n % 40,))) for n in range(thread, 5000))
+        return all((x is None and cache.put((n % 40,), n % 40) == n % 40) or x == n % 40 for n, x in found)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(use, range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    assert cache.info().size <= 16 + 8, "one more for each thread that was about to add it"
+
+
+def test_a_function_is_computed_once(monkeypatch):
+    empty_cache(monkeypatch)
+    seen = []
+
+    @prepared_once
+    def double(x):
+        seen.append(x)
+        return 2 * x
+
+    @prepared_once
+    def triple(x):
+        return 3 * x
+
+    assert [double(3), double(3), double(4), triple(3)] == [6, 6, 8, 9]
+    assert seen == [3, 4]
+
+
+def test_caches_are_counted_and_cleared():
+    tilewise.clear_caches()
+    q = torch.randn(1, 2, 13, 16)
+    o = attention(q, q, q)
+    first = tilewise.cache_info()["calls"]
+    assert first.size > 0
+    assert first.misses > 0
+    assert torch.equal(attention(q, q, q), o)
+    again = tilewise.cache_info()["calls"]
+    assert (again.size, again.misses, again.hits) == (first.size, first.misses, first.hits + 1), "one look-up"
+    tilewise.clear_caches()
+    assert tilewise.cache_info()["calls"][:3] == (0, 0, 0)
+    assert torch.equal(attention(q, q, q), o)
+
+
+def test_caches_are_cleared_while_others_call():
+    leaves = [torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3)]
+    expected = torch.autograd.grad(attention(*leaves).sum(), leaves)
+
+    def call(n: int) -> bool:
+        if n % 8 == 0:
+            tilewise.clear_caches()
+        found = torch.autograd.grad(attention(*leaves).sum(), leaves)
+        return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(call, range(200)))
+
+
+def reachable(found: object) -> Iterator[object]:
+    """All objects that ``found`` holds, also in closures, but not by way of a module or a function's globals."""
+    seen, left = set(), [found]
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, ELSEWHERE):
+            continue
+        seen.add(id(x))
+        yield x
+        if isinstance(x, types.FunctionType):
+            left += [x.__closure__, x.__defaults__, x.__kwdefaults__]
+        else:
+            left += gc.get_referents(x)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_no_cached_object_holds_a_tensor(monkeypatch, backend):
+    empty_cache(monkeypatch)
+    for name, function in {**memory_helpers.calls(backend), **memory_helpers.OTHERS}.items():
+        call = memory_helpers.Call(23, "cpu", backend, torch.float32)
+        for _ in range(2):
+            memory_helpers._differentiated(function, call)
+        assert not any(isinstance(x, torch.Tensor) for x in reachable((calls._recent, calls._older))), name
+    assert all(map(cached, ("call", "vector", "packed", "forward", "backward")))
+    calls.put(("planted",), lambda: call)
+    assert any(isinstance(x, torch.Tensor) for x in reachable((calls._recent, calls._older)))
