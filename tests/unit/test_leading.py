@@ -349,6 +349,15 @@ def test_a_usual_call_is_not_folded_again(masked, monkeypatch):
             attention(*leaves[:3], **{"bias": leaves[3], "mask": mask, **unusual})
 
 
+def test_a_cached_call_of_one_batch_element(monkeypatch):
+    """Leading dimensions of size 1 are one view, too."""
+    q, k, v = (torch.randn(1, 1, 2, 5, 8) for _ in range(3))
+    bias = torch.randn(1, 1, 2, 5, 5)
+    first = attention(q, k, v, bias=bias)
+    monkeypatch.setattr(api, "attention_of_leading", None)
+    assert torch.equal(attention(q, k, v, bias=bias), first)
+
+
 def test_usual_calls_that_are_not_one_view(monkeypatch):
     """A bias that is shared along one dimension takes a call for each index of the other, the second time too; a sink
     has its gradient then."""

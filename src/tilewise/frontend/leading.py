@@ -119,7 +119,7 @@ def _way_of(lead: Size, tensors: Sequence[Tensor], ordered: bool) -> _Way:
     """Return the split with the fewest calls. ordered: batch elements must be counted in row-major order (for
     dropout)."""
     every = tuple(range(len(lead)))
-    if 0 in lead:
+    if _product(lead) < 2:
         return _Way(lead, (), every)
     long = [i for i in every if lead[i] != 1]
     best = _Way(lead, every, ())  # no merged dimensions
