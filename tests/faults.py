@@ -554,6 +554,17 @@ FAULTS = [
         "backends/test_launcher.py::test_a_kernel_is_shared_where_triton_would_choose_the_same",
     ),
     Fault(
+        "tilewise/bias/canonical.py", "torch.promote_types(x.dtype, other.dtype), torch.float32)",
+        "x.dtype, other.dtype)",
+        "two biases of 16 bits are rounded when they are added",
+        "unit/test_bias_calls.py::test_tensors_of_one_place_are_added",
+    ),
+    Fault(
+        "tilewise/bias/packed.py", "(put if is_packed else add)(found", "add(found",
+        "a padded and a packed bias are added as if of one form",
+        "unit/test_varlen_errors.py",
+    ),
+    Fault(
         "tilewise/backends/launch/launcher.py", "    if nested:\n", "    if False:\n",
         "numbers of a bias by distance that 16 does not divide get the kernel of those that it divides",
         "backends/test_launcher.py::test_numbers_that_triton_tells_apart",

@@ -124,6 +124,10 @@ BIASES = {
     "ragged": ragged_bias(H),
     "ragged, groups": ragged_bias(HKV),
     "ragged, shared": ragged_bias(1),
+    "two along the keys and two along the queries": several(
+        along_keys(H), along_keys(), along_queries(1), along_queries(H)
+    ),
+    "two matrices, padded": several(padded("bhmn"), padded("1kmn")),
     "query": relative("query"),
     "query, hidden outside": relative("query", HKV, outside=-INF),
     "query, clamped and reversed": relative("query", 1, outside="clamp", reverse=True),

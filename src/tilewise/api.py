@@ -79,9 +79,11 @@ def attention(
         bias: added to the scaled scores, after the softcap. A tensor of at most 4 dimensions that broadcasts as {B|1} ×
             {H|Hkv|1} × {M|1} × {N|1}, in float16, bfloat16, float32 or, on the CPU, float64, independently of q's
             dtype; or a term of `tilewise.bias` (relative positions, T5, ALiBi, low rank); or a tuple of tensors and
-            terms, which are added. Each tensor gets a gradient of its own shape and dtype, summed in float32 (float64
-            for float64 inputs). An entry of -inf hides the key from the query, like a mask. Tables in half precision
-            are indexed in float32. A `torch.nn.attention.bias.CausalBias` becomes a causal limit; no matrix is formed.
+            terms, which are added. Two matrices (or two biases of the keys, or of the queries) are added before the
+            call, in float32, into a tensor of their broadcast shape. Each tensor gets a gradient of its own shape and
+            dtype, summed in float32 (float64 for float64 inputs). An entry of -inf hides the key from the query, like a
+            mask. Tables in half precision are indexed in float32. A `torch.nn.attention.bias.CausalBias` becomes a
+            causal limit; no matrix is formed.
         mask: bool, True = attend; broadcasts as the bias does. Pass padding (B, N) as ``mask[:, None, None, :]``. Or a
             `tilewise.TileMask` or a BlockMask of FlexAttention: forward and backward skip its empty tiles. The TileMask
             of a BlockMask is made once and cached.

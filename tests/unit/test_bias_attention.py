@@ -93,6 +93,10 @@ TERMS = {
     "low rank, one head": lambda new: low_rank_bias(new(1, 1, new.M, 1), new(B, 1, new.N, 1)),
     "cols and rows": lambda new: (new(B, 1, 1, new.N), new(H, new.M, 1)),
     "matrix, cols and rows": lambda new: (new(1, HKV, new.M, new.N), new(B, H, 1, new.N), new(1, 1, new.M, 1)),
+    "two or three for each place": lambda new: (
+        new(B, 1, new.M, new.N), new(1, H, new.M, new.N), new(HKV, new.M, new.N), new(B, 1, 1, new.N),
+        new(1, HKV, 1, new.N), new(H, new.M, 1), new(1, 1, new.M, 1),
+    ),
     "matrix, keys, query and all": lambda new: (
         new(B, 1, new.M, new.N), new(1, H, 1, new.N), by_query(new), t5_bias(new(8, H), True, 10),
     ),
@@ -542,8 +546,6 @@ BAD = [
      "RelativeBias.values: shape (1, 4, 14, 5) is not (B|1, H|Hkv|1, M|1, R) = (2|1, 4|2|1, 13|1, 5)"),
     (lambda: alibi(torch.zeros(3)), ValueError, "Alibi.slopes: shape (3,) is not (H|1) = (4|1)"),
     (lambda: (torch.zeros(M, N), "alibi"), TypeError, "bias: expected tensors and terms of tilewise.bias, got str"),
-    (lambda: (torch.zeros(M, N), torch.zeros(M, N)), ValueError,
-     "bias: takes a matrix of queries and keys once, got two; add them"),
     (lambda: (torch.zeros(M, N + 1),), ValueError,
      "bias: shape (13, 19) does not broadcast to (2|1, 4|2|1, 13|1, 18|1)"),
     (lambda: RelativeBias(torch.zeros(1, H, M, 5, device="meta"), lo=0), ValueError,

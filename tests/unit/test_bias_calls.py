@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 import tilewise.bias
 from tilewise.bias import RelativeBias, alibi, low_rank_bias, relative_logits, swin_bias, t5_bias
-from tilewise.bias.canonical import canonical, dense
+from tilewise.bias.canonical import Slots, canonical, dense
 from tilewise.spec.relative import gather
 from tilewise.spec.score import Band
 
@@ -61,9 +61,6 @@ def test_each_place_once():
     assert slots.key.values is key.values
     assert slots.low_rank is low_rank
     for part, words in (
-        (matrix, "a matrix of queries and keys once, got two; add them"),
-        (cols, "a bias along the keys once"),
-        (rows, "a bias along the queries once"),
         (query, "a RelativeBias with values per query once, got two; add their values"),
         (key, "a RelativeBias with values per key once"),
         (low_rank, "a low_rank_bias once, got two; concatenate their u and w"),
@@ -77,8 +74,29 @@ def test_of_one_query_a_matrix_and_a_bias_along_the_keys_look_alike():
     slots = canonical((pair, keys), B, H, H, 1, 9)
     assert slots.cols is pair
     assert slots.matrix is keys
-    with pytest.raises(ValueError, match=r"^bias: takes a bias along the keys once"):
-        canonical((pair, keys, keys), B, H, H, 1, 9)
+    third = canonical((pair, keys, keys), B, H, H, 1, 9)
+    assert third.matrix is keys
+    torch.testing.assert_close(third.cols, pair + keys)
+
+
+@pytest.mark.parametrize(("dtypes", "sum_dtype"), [
+    ((torch.float16, torch.bfloat16), torch.float32), ((torch.float16, torch.float16), torch.float32),
+    ((torch.float32, torch.float64), torch.float64),
+])  # fmt: skip
+def test_tensors_of_one_place_are_added(dtypes, sum_dtype):
+    """Also of unlike shapes and numbers of heads; the sum has no more rounding than float32."""
+    M, N = 6, 9
+    for one, other, place in (
+        ((B, 1, M, N), (HKV, M, N), "matrix"), ((M, N), (1, H, M, N), "matrix"), ((B, 1, 1, N), (H, 1, N), "cols"),
+        ((HKV, M, 1), (B, H, M, 1), "rows"),
+    ):  # fmt: skip
+        x, y = (normal(*shape).to(dtype) for shape, dtype in zip((one, other), dtypes, strict=True))
+        slots = canonical((x, y), B, H, HKV, M, N)
+        assert slots._replace(**{place: None}) == Slots(), "nothing else"
+        found = getattr(slots, place)
+        assert found.dtype == sum_dtype
+        exact = sum(dense(z, B, H, M, N, HKV) for z in (x, y))
+        torch.testing.assert_close(dense(found, B, H, M, N, HKV), exact, rtol=1e-7, atol=1e-7)
 
 
 def test_of_one_query_values_are_read_as_they_are():

@@ -1,8 +1,8 @@
 """Canonical form of ``bias=``: the bias components that backends know.
 
-matrix      a tensor that varies along queries and keys
-cols        a tensor along the keys: one number per key for all queries
-rows        a tensor along the queries
+matrix      tensors that vary along queries and keys: their sum
+cols        tensors along the keys, one number per key for all queries: their sum
+rows        tensors along the queries: their sum
 query       relative position values, a row per query
 key         relative position values, a row per key
 toeplitz    relative position values for all rows: the sum of all such terms, one vector per head
@@ -57,7 +57,8 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
     Differentiable: gradients of the Toeplitz vector reach the tensors it is made of.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was passed and what is allowed; two terms for one component.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed; two terms for one component
+            that cannot be added here.
     """
     parts = bias if isinstance(bias, (tuple, list)) else (bias,)
     sizes = Sizes(B, H, Hkv, M, N)
@@ -71,7 +72,7 @@ def canonical(bias: Any, B: int, H: int, Hkv: int, M: int, N: int, device: torch
             else:
                 put(found, part.kind, part)
         elif isinstance(part, Tensor):
-            put(found, place_of(part, found, sizes, device), part if part.dim() == 4 else _four(part))
+            add(found, place_of(part, found, sizes, device), part if part.dim() == 4 else _four(part))
         else:
             raise TypeError(f"bias: expected tensors and terms of tilewise.bias, got {type(part).__name__}")
     band = Band()
@@ -114,6 +115,16 @@ def put(found: dict[str, Any], place: str, part: Any) -> None:
         words, instead = _PLACES[place]
         raise ValueError(f"bias: takes {words} once, got two; {instead}")
     found[place] = part
+
+
+def add(found: dict[str, Any], place: str, x: Tensor) -> None:
+    """Add a tensor of four dimensions to those of the same component, in float32 or float64; gradients reach each."""
+    if place in found:
+        other = found[place]
+        heads = max(x.shape[1], other.shape[1])
+        dtype = torch.promote_types(torch.promote_types(x.dtype, other.dtype), torch.float32)
+        x = _per_head(other, heads).to(dtype) + _per_head(x, heads).to(dtype)
+    found[place] = x
 
 
 def place_of(x: Tensor, found: dict[str, Any], sizes: Sizes, device: torch.device | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.bias.canonical import Slots, put, toeplitz_sum, with_dense
+from tilewise.bias.canonical import Slots, add, put, toeplitz_sum, with_dense
 from tilewise.bias.canonical import place_of as padded_place
 from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.relative import RelativeBias
@@ -95,7 +95,8 @@ def packed_slots(
     A tensor of four dimensions is padded to ``sizes``, one with fewer is packed. Positions count within each sequence.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was passed and what is allowed; two terms for one component.
+        ValueError, TypeError: naming the argument, what was passed and what is allowed; two terms for one component
+            that cannot be added here, such as a padded and a packed tensor.
     """
     found: dict[str, Any] = {}
     forms: list[str] = []
@@ -119,11 +120,13 @@ def packed_slots(
         elif not isinstance(part, Tensor):
             raise TypeError(f"bias: expected tensors and terms of tilewise.bias, got {type(part).__name__}")
         elif part.dim() == 4:
-            put(found, padded_place(part, found, sizes, device), part)
+            place = padded_place(part, found, sizes, device)
+            is_packed = place in forms or (place == "matrix" and "ragged" in forms)
+            (put if is_packed else add)(found, place, part)
         else:
             place, vector = _vector(part, sizes, totals, device)
-            put(found, place, vector)
-            forms.append(place)
+            (add if place in forms else put)(found, place, vector)
+            forms += [] if place in forms else [place]
     if toeplitz:
         found["toeplitz"], form = _toeplitz(toeplitz, sizes)
         forms += form
