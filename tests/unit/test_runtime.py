@@ -208,5 +208,5 @@ def test_a_usual_sdpa_call_follows_the_determinism_that_is_asked_for(remembered)
         scaled_dot_product_attention(*tensors)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert sorted(terms.deterministic for terms, _ in remembered().values()) == [False, True]
-    assert all(terms.exact for terms, _ in remembered().values())
+    assert sorted(known.terms.deterministic for known in remembered().values()) == [False, True]
+    assert all(known.terms.exact for known in remembered().values())

@@ -16,7 +16,7 @@ from tilewise.cache import calls
 from tilewise.frontend.arguments import padded_mask, seed_tensor
 from tilewise.frontend.autocast import autocast_on, autocast_somewhere
 from tilewise.masks.block_sparse import TileMask
-from tilewise.operator.autograd import eager_attention, eager_flattened, eager_packed, heads_first
+from tilewise.operator.autograd import FlattenedViews, PackedViews, Views, eager_attention
 from tilewise.operator.dispatch import Forward, forward_of, forward_variants
 from tilewise.operator.eager import is_eager
 from tilewise.operator.seed import drawn_seed
@@ -28,12 +28,12 @@ from tilewise.spec.seqlens import Lengths
 _STRIDED = torch.strided
 
 
-class Flattened(NamedTuple):
-    """Cached call with more leading dimensions than a batch; ``run`` takes views of these ``shapes``."""
+class Cached(NamedTuple):
+    """Cached call: its numbers, the prepared forward, and the views of the inputs that it takes, if not these."""
 
     terms: ScoreNumbers
     run: Forward
-    shapes: tuple[tuple[int, ...], ...]  # of each tensor of `Inputs` up to the sink; () if absent
+    views: Views | None = None
 
 
 def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -52,7 +52,7 @@ def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Ten
     if not _is_cacheable(inputs, tiles):
         return None
     key = _key_of(inputs, tiles, arguments)
-    known: tuple[ScoreNumbers, Forward] | Flattened | None = calls.get(key)
+    known: Cached | None = calls.get(key)
     if known is None:
         if term is not None or tiles is not None:
             return None
@@ -64,11 +64,8 @@ def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Ten
         if known is None:
             return None
         calls.put(key, known)
-    elif type(known) is Flattened:
-        return eager_flattened(inputs, *known, return_lse)
     elif inputs.sink is not None:
         inputs = _with_rows(inputs)
-    assert len(known) == 2
     if term is not None:
         made: tuple[Rule, int, int] | None = calls.get(("vector", key))
         if made is None:
@@ -88,7 +85,7 @@ def _settings(term: T5Bias | Alibi) -> tuple | None:
     return term.rule, query_start, key_start, layouts(x)
 
 
-def _of_structure(inputs: Inputs, key: tuple) -> tuple[ScoreNumbers, Forward] | None:
+def _of_structure(inputs: Inputs, key: tuple) -> Cached | None:
     """Return the entry of a call that differs from a cached one in its lengths only, or None. key: see `_key_of`."""
     sink, arguments = key[18], key[20]
     if inputs.sink is not None:  # the sink in rows; the key may have another form
@@ -105,7 +102,7 @@ def _of_structure(inputs: Inputs, key: tuple) -> tuple[ScoreNumbers, Forward] | 
         if hi != terms.hi:
             terms = tuple.__new__(ScoreNumbers, (terms.lo, hi, *terms[2:]))
     run = variants.resized(structure, terms, inputs)
-    return None if run is None else (terms, run)
+    return None if run is None else Cached(terms, run)
 
 
 def cache_call(
@@ -126,7 +123,7 @@ def cache_call(
         key, inputs = _key_of(inputs, tiles, arguments), _with_rows(inputs)
         if score.dropout:
             inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
-        calls.put(key, (terms, forward_of(inputs, terms)))
+        calls.put(key, Cached(terms, forward_of(inputs, terms)))
         if tiles is None and inputs.seed is None:
             structure = structure_of(*layouts(*inputs[:6]))  # type: ignore[arg-type]
             variants = None if structure is None else forward_variants(structure, terms)
@@ -149,17 +146,21 @@ def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: 
     inputs = _with_rows(inputs)._replace(parts=parts)
     if terms.dropout:
         inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
-    calls.put(key, (terms, forward_of(inputs, terms)))
+    calls.put(key, Cached(terms, forward_of(inputs, terms)))
     calls.put(("vector", key), (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
 def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple) -> None:
     """Cache a successful call with more leading dimensions. ``flattened`` are the views passed to the cached call."""
     if _is_cacheable(inputs, None) and inputs.sink is None and _is_cacheable(flattened, None):
-        known = calls.get(_key_of(flattened, None, arguments))
-        if known is not None and not known[0].dropout:
-            shapes = tuple([() if x is None else tuple(x.shape) for x in flattened[:6]])
-            calls.put(_key_of(inputs, None, arguments), Flattened(known[0], known[1], shapes))
+        known: Cached | None = calls.get(_key_of(flattened, None, arguments))
+        if known is not None and not known.terms.dropout:
+            calls.put(_key_of(inputs, None, arguments), known._replace(views=_views(inputs, flattened)))
+
+
+def _views(inputs: Inputs, flattened: Inputs) -> FlattenedViews:
+    shapes = tuple([() if x is None else tuple(x.shape) for x in flattened[:6]])
+    return FlattenedViews(tuple(inputs.q.shape[:-3]), shapes)
 
 
 def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
@@ -176,19 +177,16 @@ def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
 
 def cached_entry_point_call(key: tuple, inputs: Inputs) -> Tensor | None:
     """Return o on a hit of a call stored by `cache_entry_point_call`, else None."""
-    known = calls.get(key)
-    return eager_flattened(inputs, *known, False)[0] if type(known) is Flattened else None
+    known: Cached | None = calls.get(key)
+    return None if known is None else eager_attention(inputs, *known, False)[0]
 
 
 def cache_entry_point_call(key: tuple, inputs: Inputs) -> None:
     """Cache a call of ``attention(q, k, v, bias=, mask=)`` that succeeded; ``inputs`` are its arguments."""
     if _is_cacheable(inputs, None):
-        known = calls.get(_key_of(inputs, None, (False, key[2], None, 0.0)))
-        if type(known) is Flattened:
-            calls.put(key, known)
-        elif known is not None:
-            shapes = tuple([() if x is None else tuple(x.shape) for x in inputs[:6]])
-            calls.put(key, Flattened(known[0], known[1], shapes))
+        known: Cached | None = calls.get(_key_of(inputs, None, (False, key[2], None, 0.0)))
+        if known is not None:
+            calls.put(key, known if known.views else known._replace(views=_views(inputs, inputs)))
 
 
 def _with_rows(inputs: Inputs) -> Inputs:
@@ -232,9 +230,7 @@ def _key_of(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
 class PackedKey(NamedTuple):
     """Key of a packed batch in the cache, with the caller's tensors. A `RaggedBias` is replaced by its values."""
 
-    given: tuple[Tensor, Tensor, Tensor, Tensor | None]
-    mask: Tensor | None
-    lengths: Lengths
+    inputs: Inputs
     key: tuple
 
     @classmethod
@@ -256,27 +252,21 @@ class PackedKey(NamedTuple):
         settings = tuple([(name, type(x), x) for name, x in options.items() if name not in ("bias", "mask")])
         ordered = torch.are_deterministic_algorithms_enabled()
         key = "packed", layouts(*tensors), longest, *map(type, longest), exact, ordered, settings
-        return cls((q, k, v, bias), mask, lengths, key)
+        return cls(Inputs(q, k, v, bias, mask, lengths=lengths), key)
 
     def cached_result(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
         """Return ``(o, lse)`` in the caller's shapes on a cache hit, else None."""
         try:
-            known: tuple[ScoreNumbers, Forward, tuple[int, ...] | None] | None = calls.get(self.key)
+            known: Cached | None = calls.get(self.key)
         except TypeError:  # an unhashable setting is not allowed: `read_packed` raises the error
             return None
         if known is None:
             return None
-        terms, run, shape = known
-        q, k, v, bias = self.given
-        with torch.no_grad():
-            viewed = None if bias is None or shape is None else bias.view(shape)
-            inputs = Inputs(
-                heads_first(q), heads_first(k), heads_first(v), viewed, padded_mask(self.mask), lengths=self.lengths
-            )
-        return eager_packed(self.given, inputs, terms, run, return_lse)
+        inputs = self.inputs if self.inputs.mask is None else self.inputs._replace(mask=padded_mask(self.inputs.mask))
+        return eager_attention(inputs, *known, return_lse)
 
     def keep(self, inputs: Inputs, terms: ScoreNumbers) -> None:
         """Cache a call that succeeded; ``inputs`` is the result of reading it."""
         if inputs.parts is None:
-            shape = None if inputs.bias is None else tuple(inputs.bias.shape)
-            calls.put(self.key, (terms, forward_of(inputs, terms), shape))
+            views = PackedViews(None if inputs.bias is None else tuple(inputs.bias.shape))
+            calls.put(self.key, Cached(terms, forward_of(inputs, terms), views))

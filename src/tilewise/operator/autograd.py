@@ -158,106 +158,51 @@ announce("attention", "attention_backward")
 # --- eager calls ---
 
 
-class _EagerAttention(torch.autograd.Function):
-    """Autograd function ``*tensors, call -> o`` or ``o, lse``. The tensors are those of `Needs`, all or those before
-    the bias components; call is (inputs, terms, run, return_lse)."""
+class FlattenedViews(NamedTuple):
+    """Views of a call with more leading dimensions ``lead`` than a batch. ``shapes``: of the first six inputs."""
 
-    @staticmethod
-    def forward(ctx, *arguments):
-        inputs, terms, run, return_lse = arguments[-1]
-        o, lse, o_low = run(inputs)
-        _setup(ctx, inputs, terms, (o, lse, o_low))
-        return (o, lse) if return_lse else o
+    lead: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
-    @staticmethod
-    def backward(ctx, do, dlse=None):
-        needs = ctx.needs_input_grad[:-1]
-        if do is None and dlse is None:
-            return (None,) * (len(needs) + 1)
-        grads = _eager_gradients(do, dlse, ctx.saved_tensors, ctx.terms, Needs(*needs))
-        return *grads[: len(needs)], None
+    def inputs(self, given: Inputs) -> Inputs:
+        pairs = zip(given[:6], self.shapes, strict=True)
+        return Inputs(*[x if x is None or x.shape == shape else x.view(shape) for x, shape in pairs])  # type: ignore[arg-type]
 
-    jvp = staticmethod(ATTENTION.refuse_tangents)
+    def outputs(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return o.view(*self.lead, *o.shape[1:]), None if lse is None else lse.view(*self.lead, *lse.shape[1:])
 
+    def cotangents(self, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        batch, n = self.shapes[0][0], len(self.lead)
+        return tuple([None if x is None else x.reshape(batch, *x.shape[n:]) for x in (do, dlse)])  # type: ignore[return-value]
 
-class _EagerFlattened(torch.autograd.Function):
-    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for more leading dimensions than a batch. Autograd
-    does not record the views passed to ``run``; call is (inputs, terms, run, shapes of the views, return_lse)."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        inputs, terms, run, shapes, return_lse = arguments[-1]
-        o, lse = _run_flattened(inputs, run, shapes)
-        ctx.terms, ctx.shapes = terms, shapes
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:6], o, lse, None)
-        return _unflattened(inputs.q, o, lse if return_lse else None)
-
-    @staticmethod
-    def backward(ctx, do, dlse=None):
-        if do is None and dlse is None:
-            return (None,) * 5
-        *given, o, lse, _ = ctx.saved_tensors
-        saved = *_flattened(given, ctx.shapes), o, lse, None
-        do = None if do is None else do.reshape(o.shape)
-        dlse = None if dlse is None else dlse.reshape(lse.shape)
-        grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
-        pairs = zip(grads, given[:4], strict=False)
-        return *(None if grad is None else grad.view(x.shape) for grad, x in pairs), None
-
-    jvp = staticmethod(ATTENTION.refuse_tangents)
+    def gradients(self, grads: Sequence[Tensor | None], given: Inputs) -> list[Tensor | None]:
+        pairs = zip(grads, given[:4], strict=True)
+        return [None if grad is None or x is None else grad.view(x.shape) for grad, x in pairs]
 
 
-def _flattened(tensors: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
-    pairs = zip(tensors, shapes, strict=True)
-    return [x if x is None or x.shape == shape else x.view(shape) for x, shape in pairs]
+class PackedViews(NamedTuple):
+    """Views of a packed batch, (total, H, D) as (1, H, total, D), and of a bias as ``bias``."""
 
+    bias: tuple[int, ...] | None
 
-def _run_flattened(inputs: Inputs, run: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
-    return _run(Inputs(*_flattened(inputs[:6], shapes)), run)  # type: ignore[arg-type]
+    def inputs(self, given: Inputs) -> Inputs:
+        q, k, v, bias, *others = given
+        bias = None if bias is None or self.bias is None else bias.view(self.bias)
+        return Inputs(heads_first(q), heads_first(k), heads_first(v), bias, *others)  # type: ignore[arg-type]
 
+    def outputs(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return o.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)  # an index copies the cotangent
 
-def _run(inputs: Inputs, run: Forward) -> tuple[Tensor, Tensor | None]:
-    if profiler._is_profiler_enabled:
-        o, lse, _ = recorded("tilewise::attention", inputs.tensors(), run, inputs)
-        return o, lse
-    return run(inputs)[:2]
+    def cotangents(self, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return None if do is None else heads_first(do), None if dlse is None else dlse.unsqueeze(0)
 
-
-def _unflattened(q: Tensor, o: Tensor, lse: Tensor | None) -> Any:
-    """Return o, or o and the lse, with the leading dimensions of q."""
-    lead = q.shape[:-3]
-    o = o.view(*lead, *o.shape[1:])
-    return o if lse is None else (o, lse.view(*lead, *lse.shape[1:]))
-
-
-class _EagerPacked(torch.autograd.Function):
-    """Autograd function ``q, k, v, bias, call -> o`` or ``o, lse`` for a packed batch, (total, H, D). Autograd does not
-    record the views in `Inputs`; call is (inputs, terms, run, return_lse)."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, bias, call):
-        inputs, terms, run, return_lse = call
-        o, lse = _run(inputs, run)
-        ctx.terms, ctx.bias = terms, None if inputs.bias is None else inputs.bias.shape
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, bias, *inputs.tensors()[4:], o, lse, None)
-        return _rows_of(o, lse if return_lse else None)
-
-    @staticmethod
-    def backward(ctx, do, dlse=None):
-        if do is None and dlse is None:
-            return (None,) * 5
-        q, k, v, bias, *rest = ctx.saved_tensors
-        viewed = None if bias is None else bias.view(ctx.bias)
-        saved = heads_first(q), heads_first(k), heads_first(v), viewed, *rest
-        do = None if do is None else heads_first(do)
-        dlse = None if dlse is None else dlse.unsqueeze(0)
-        dq, dk, dv, dbias, *_ = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*ctx.needs_input_grad[:4]))
+    def gradients(self, grads: Sequence[Tensor | None], given: Inputs) -> list[Tensor | None]:
+        dq, dk, dv, dbias, *_ = grads
         rows = [None if x is None else x.squeeze(0).transpose(0, 1) for x in (dq, dk, dv)]
-        return *rows, None if dbias is None else dbias.view(bias.shape), None
+        return [*rows, None if dbias is None or given.bias is None else dbias.view(given.bias.shape)]
 
-    jvp = staticmethod(ATTENTION.refuse_tangents)
+
+Views = FlattenedViews | PackedViews
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -265,15 +210,40 @@ def heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(0)
 
 
-def _rows_of(o: Tensor, lse: Tensor | None) -> Any:
-    """Return o (total, H, Dv), or o and the lse (H, total)."""
-    o = o.squeeze(0).transpose(0, 1)
-    return o if lse is None else (o, lse.squeeze(0))
+class _EagerAttention(torch.autograd.Function):
+    """Autograd function ``*tensors, call -> o`` or ``o, lse``. The tensors are those of `Needs`, all or those before
+    the bias components; call is (inputs, terms, run, views, return_lse). Autograd does not record the views."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        inputs, terms, run, views, return_lse = arguments[-1]
+        o, lse, o_low = run(inputs if views is None else views.inputs(inputs))
+        _setup(ctx, inputs, terms, (o, lse, o_low))
+        ctx.views = views
+        if views is not None:
+            o, lse = views.outputs(o, lse)
+        return (o, lse) if return_lse else o
+
+    @staticmethod
+    def backward(ctx, do, dlse=None):
+        needs = ctx.needs_input_grad[:-1]
+        if do is None and dlse is None:
+            return (None,) * (len(needs) + 1)
+        saved, views = ctx.saved_tensors, ctx.views
+        if views is None:
+            grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*needs))
+            return *grads[: len(needs)], None
+        *given, o, lse, o_low = saved
+        inputs = Inputs.of(given)
+        saved = (*views.inputs(inputs).tensors(), o, lse, o_low)
+        do, dlse = views.cotangents(do, dlse)
+        grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*needs))
+        return *views.gradients(grads[:4], inputs), None, None  # no sink
+
+    jvp = staticmethod(ATTENTION.refuse_tangents)
 
 
 _apply = apply_of(_EagerAttention)
-_apply_flattened = apply_of(_EagerFlattened)
-_apply_packed = apply_of(_EagerPacked)
 
 
 def attention_op(
@@ -285,7 +255,7 @@ def attention_op(
     if not is_eager(inputs.tensors()):
         o, lse, *_ = ATTENTION.traced_call(*inputs.flat(), *terms)
         return o, lse
-    return eager_attention(inputs, terms, forward_of(inputs, terms), return_lse)
+    return eager_attention(inputs, terms, forward_of(inputs, terms), None, return_lse)
 
 
 def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend: str) -> Outputs:
@@ -301,40 +271,19 @@ def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend
 
 
 def eager_attention(
-    inputs: Inputs, terms: ScoreNumbers, run: Forward, return_lse: bool
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `attention_op` of inputs that pass `is_eager`, computed by ``run`` from `forward_of`."""
+    inputs: Inputs, terms: ScoreNumbers, run: Forward, views: Views | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return `attention_op` of inputs that pass `is_eager`, computed by ``run`` from `forward_of`.
+
+    With ``views``, ``run`` takes views of the inputs, which have neither a sink nor bias components.
+    """
     if profiler._is_profiler_enabled:
         run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
     if not is_differentiated(inputs.tensors()):
-        return run(inputs)[:2]
+        if views is None:
+            return run(inputs)[:2]
+        return views.outputs(*run(views.inputs(inputs))[:2])
     q, k, v, bias, _, sink, parts, *_ = inputs
     more = () if parts is None else [getattr(parts, name) for name in DIFFERENTIABLE]
-    found = _apply(q, k, v, bias, sink, *more, (inputs, terms, run, return_lse))
-    return found if return_lse else (found, None)
-
-
-def eager_flattened(
-    inputs: Inputs, terms: ScoreNumbers, run: Forward, shapes: Sequence[tuple[int, ...]], return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return `eager_attention` of inputs with more leading dimensions. ``run`` takes views of these ``shapes``."""
-    q, k, v, bias = inputs[:4]
-    if is_differentiated((q, k, v, bias)):
-        found = _apply_flattened(q, k, v, bias, (inputs, terms, run, shapes, return_lse))
-    else:
-        o, lse = _run_flattened(inputs, run, shapes)
-        found = _unflattened(q, o, lse if return_lse else None)
-    return found if return_lse else (found, None)
-
-
-def eager_packed(
-    given: Sequence[Tensor | None], inputs: Inputs, terms: ScoreNumbers, run: Forward, return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return `eager_attention` of a packed batch. ``given``: q, k, v and bias of the caller. ``inputs``: their
-    views."""
-    if is_differentiated(given):
-        found = _apply_packed(*given, (inputs, terms, run, return_lse))
-    else:
-        o, lse = _run(inputs, run)
-        found = _rows_of(o, lse if return_lse else None)
+    found = _apply(q, k, v, bias, sink, *more, (inputs, terms, run, views, return_lse))
     return found if return_lse else (found, None)
