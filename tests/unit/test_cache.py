@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import types
@@ -12,9 +13,11 @@ import memory_helpers
 import pytest
 import torch
 from helpers import cached, empty_cache
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
 from tilewise import attention
+from tilewise.bias import t5_bias
 from tilewise.cache import CallCache, calls, prepared_once
 
 ELSEWHERE = (type, types.ModuleType, types.FrameType, types.CodeType)  # not what a cached object holds
@@ -95,6 +98,80 @@ def test_caches_are_cleared_while_others_call():
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(call, range(200)))
+
+
+# --- what a cached call reads besides its key ---
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def threads(n):
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+CONTEXTS = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "deterministic": deterministic,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "one thread": lambda: threads(1),
+    "default device": lambda: torch.device("meta"),
+    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "saved tensors": lambda: torch.autograd.graph.save_on_cpu(),
+    "dispatch mode": lambda: FlopCounterMode(display=False),
+}
+ENDS = torch.tensor([0, 4, 9], dtype=torch.int32)
+CALLS = {
+    "attention": lambda q, k, v: attention(q, k, v, causal=True),
+    "bias": lambda q, k, v: attention(q, k, v, bias=q[:, :1, :, :1] + k[:, :1, :, 0, None].mT),
+    "t5": lambda q, k, v: attention(q, k, v, bias=t5_bias(torch.ones(8, 2, device="cpu"), True)),
+    "sdpa": lambda q, k, v: tilewise.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "leading": lambda q, k, v: attention(*(x.expand(2, 3, *x.shape[1:]) for x in (q, k, v))),
+    "packed": lambda q, k, v: tilewise.varlen_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), ENDS, ENDS, 5, 5),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_cached_call_sees_what_is_around_it(name, context):
+    """After a call without the context, one within it is what it would be alone, and so is the next one without."""
+    leaves = [torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3)]
+
+    def run():
+        o = CALLS[name](*leaves)
+        grads = torch.autograd.grad(o.float().square().sum(), leaves) if o.requires_grad else ()
+        return [o.dtype, o.device, o.requires_grad, o.is_inference(), *(x.detach().clone() for x in (o, *grads))]
+
+    def check(found, expected):
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+    tilewise.clear_caches()
+    with CONTEXTS[context]():
+        within = run()
+    tilewise.clear_caches()
+    without = run()
+    check(run(), without)
+    for _ in range(2):
+        with CONTEXTS[context]():
+            check(run(), within)
+    check(run(), without)
+
+
+# --- tensors ---
 
 
 def reachable(found: object) -> Iterator[object]:
