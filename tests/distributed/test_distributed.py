@@ -5,29 +5,23 @@ from __future__ import annotations
 import distributed_child
 import pytest
 import torch
-from processes import processes
+from processes import processes, ranks
 
 from tilewise.distributed import documents
-
-LIMIT = 120.0  # seconds, of all processes together
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_get_what_one_process_gets(size, tmp_path):
     """o, lse and every gradient of each case; an error is raised on every rank; and what goes with them."""
-    ranks = processes(distributed_child.run, size, tmp_path / "store", LIMIT)
-    assert None not in ranks, "a rank did not end"
-    names = distributed_child.checks(size)
-    assert len(names) > 80
-    wrong = [{name: words for name in names if (words := found.get(name, "did not run"))} for found, _ in ranks]
-    assert wrong == [{}] * size
+    assert len(distributed_child.checks(size)) > 80
+    assert ranks(distributed_child.check_all, size, tmp_path, timeout=20.0) == [{}] * size
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path):
     """Within the group's timeout of 5 seconds, by an error."""
-    (words, seconds), *gone = processes(distributed_child.die, 2, tmp_path / "store", 30.0)
+    (wrong, seconds), *gone = processes(distributed_child.die, 2, tmp_path / "store", 30.0)
     assert gone == [None]
-    assert words.startswith(("RuntimeError", "DistBackendError")), words
+    assert wrong["after"].startswith(("RuntimeError", "DistBackendError")), wrong
     assert seconds < 10.0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ def _fails_on_one(case, x, mesh):
     return lambda: x["q"] + 0 * (x["k"] + x["v"])
 
 
-def _run(rank: int, size: int, store: str) -> None:
+def _run(rank: int, size: int, store: str) -> int:
     """A run with two providers more, one that is wrong and one that fails on one rank."""
     torch.set_num_threads(1)
     usual = steps.providers()
@@ -47,8 +46,7 @@ def _run(rank: int, size: int, store: str) -> None:
     run._SECONDS = {"cpu": 0.01}
     folder = Path(store).parent
     options = run.ParallelRunOptions(("causal", "packed"), commit="abc", json=folder / "found.json", plot=folder)
-    status = launch.rank_of("cpu", options, f"file://{store}", rank, size)
-    Path(f"{store}.{rank}").write_bytes(pickle.dumps(status))
+    return launch.rank_of("cpu", options, f"file://{store}", rank, size)
 
 
 def test_a_run_of_two_processes(tmp_path, monkeypatch):
