@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import bytecode_written  # noqa: F401  (before torch)
@@ -37,13 +35,13 @@ def same_numbers_each_time():
 
 @pytest.fixture(scope="session")
 def interpreter():
-    """Calls a function, with arguments, in a child process where Triton's kernels are Python: TRITON_INTERPRET is read
-    when triton is imported, so this process stays as it was."""
+    """Calls a function, or what a dotted name stands for there, in a child process where Triton's kernels are Python:
+    TRITON_INTERPRET is read when triton is imported, so this process stays as it was."""
     import interpreter_child
+    from processes import fresh
 
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=interpreter_child.start) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
+    with fresh(interpreter_child.start) as pool:
+        yield lambda function, *args: pool.submit(interpreter_child.call, function, *args).result()
 
 
 @pytest.fixture(scope="session")

@@ -37,8 +37,12 @@ def fresh(start: Callable[..., Any] | None = None, *arguments: Any) -> ProcessPo
 
 def call(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str]) -> Any:
     """Return ``function(*arguments)``, or raise its error, by a fresh process with more in its environment."""
-    with fresh(os.environ.update, environment) as pool:
+    with fresh(_set, dict(environment)) as pool:
         return pool.submit(function, *arguments).result()
+
+
+def _set(environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
 
 
 # --- groups ---

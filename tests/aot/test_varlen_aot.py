@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+from typing import Any, NamedTuple
 
+import aot_child
 import pytest
+import torch
 from aot_compilers import hold_hopper
-from packed_child import Packed, compile_hopper_packed, compile_packed
 from test_triton_aot import TENSOR_CORES, hold
 
+from tilewise.bias import RaggedBias, RelativeBias, t5_bias
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+H, TOTAL, LONGEST, SEQUENCES = 16, 32768, 3800, 52
+
+
+class Packed(NamedTuple):
+    """A packed batch of 52 sequences; bias: "", "ragged", "t5", "relative", "buckets" of these, "padded", one for all,
+    or "keys" or "queries", packed as they are."""
+
+    D: int = 128
+    Hkv: int = H
+    bias: str = ""
+    causal: bool = False
+    deterministic: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    longest: int = LONGEST
+
+    def __str__(self) -> str:
+        words = [f"D{self.D}"] + [f"Hkv {self.Hkv}"] * (self.Hkv != H) + [self.bias] * (self.bias != "")
+        words += [f"at most {self.longest}"] * (self.longest != LONGEST)
+        return ", ".join(words + ["causal"] * self.causal + ["deterministic"] * self.deterministic)
+
 
 # Triton, target, call, bytes that may spill: ceilings. Rows come by pointers, whose addresses take registers.
 RUNS = [
@@ -28,6 +54,83 @@ RUNS = [
     ),
     ("installed", 100, Packed(causal=True), {"forward_kernel": 56}),
 ]  # fmt: skip
+
+
+def _bias(x: Packed) -> Any:
+    def meta(*shape: int, dtype: torch.dtype = x.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return {
+        "": lambda: None,
+        "keys": lambda: meta(1, TOTAL),
+        "queries": lambda: meta(1, TOTAL, 1),
+        "ragged": lambda: RaggedBias(meta(H, 40_000_000), meta(SEQUENCES + 1, dtype=torch.int64)),
+        "t5": lambda: t5_bias(meta(32, H), True),
+        "relative": lambda: RelativeBias(meta(TOTAL, H, 1024), lo=-1023),
+        "buckets": lambda: RelativeBias(
+            meta(TOTAL, 1, 32), lo=-128, outside="clamp", buckets=meta(257, dtype=torch.int64)
+        ),
+        "padded": lambda: meta(1, 1, x.longest, x.longest),
+    }[x.bias]()
+
+
+def _call(x: Packed) -> tuple[Any, Any, tuple[str, ...]]:
+    """The problem on the target, inputs on the meta device, and the parts that want a gradient."""
+    from tilewise.frontend.varlen import read_packed
+    from tilewise.spec.bias_components import DIFFERENTIABLE
+    from tilewise.spec.problem import Problem
+    from tilewise.spec.seqlens import Lengths
+
+    q, k, v = (torch.empty(TOTAL, heads, x.D, dtype=x.dtype, device="meta") for heads in (H, x.Hkv, x.Hkv))
+    offsets = torch.empty(SEQUENCES + 1, dtype=torch.int32, device="meta")
+    call = read_packed(
+        q, k, v, Lengths(offsets, offsets), (x.longest, x.longest), bias=_bias(x), mask=None, sink=None,
+        causal=x.causal, window=None, dropout_p=0.0, dropout_seed=None, deterministic=x.deterministic, backend=None,
+        validate=False,
+    )  # fmt: skip
+    inputs, parts = call.inputs, call.inputs.parts
+    grads = tuple(name for name in DIFFERENTIABLE if parts is not None and getattr(parts, name) is not None)
+    problem = Problem.of(
+        *inputs, call.score, bias_grad=inputs.bias is not None, part_grads=grads, deterministic=x.deterministic
+    )
+    return dataclasses.replace(problem, device="cuda", capability=aot_child._capability), inputs, grads
+
+
+def compile_hopper_packed(x: Packed, backward: bool = False) -> list[aot_child.Code]:
+    """Every kernel that the forward, or the backward, launches in the Hopper backend."""
+    from tilewise.backends import Needs, Outputs, empty_output
+    from tilewise.backends.gluon import sm90
+    from tilewise.backends.gluon.sm90.backward import launch as backward_launch
+    from tilewise.backends.gluon.sm90.common import config
+    from tilewise.backends.gluon.sm90.forward import launch
+
+    problem, inputs, _ = _call(x)
+    assert sm90.declines(problem, "backward" if backward else "forward") is None
+    aot_child._launched.clear()
+    if backward:
+        o = empty_output(inputs.q, x.D)
+        outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
+        needs = Needs(q=True, k=True, v=True, bias=False)
+        backward_launch.HopperBackward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+    else:
+        launch.HopperForward(problem, inputs)(inputs)
+    return aot_child._codes(config.SHARED_MEMORY)
+
+
+def compile_packed(x: Packed) -> list[aot_child.Kernel]:
+    """Every Triton kernel that the forward and backward launch."""
+    from tilewise.backends import Needs, Outputs, empty_output
+    from tilewise.backends.triton import config, launch
+
+    problem, inputs, grads = _call(x)
+    aot_child._launched.clear()
+    launch.TritonForward(problem, inputs)(inputs)
+    o = empty_output(inputs.q, x.D)
+    outputs = Outputs(o, torch.empty(o.shape[:3], dtype=torch.float32, device="meta"))
+    needs = Needs(True, True, True, inputs.bias is not None, **dict.fromkeys(grads, True))
+    launch.TritonBackward(problem, inputs, outputs, outputs, needs)(inputs, outputs, outputs)
+    limit = config.shared_memory(problem)
+    return [aot_child._report(launched, limit) for launched in aot_child._launched]
 
 
 @pytest.mark.parametrize(("triton", "target", "x", "allowed"), RUNS, ids=str)

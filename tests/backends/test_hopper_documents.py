@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
-import hopper_documents_child
 import pytest
 import torch
+from torch import Tensor
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -22,6 +22,25 @@ from tilewise.spec.score import Band, Score
 
 LENGTHS = (70, 3, 300, 1, 129, 128, 300, 64)  # two alike
 PADDING = (3, 5)  # of which a token sees nothing
+
+
+def lists_of(
+    problem: Problem, mask: TileMask, visited: Tensor, block: int, tiles: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The packed list and the counts; visited: how many tiles of 128 queries and 128 keys the mask's kernel visits of
+    each tile of queries. And the tile list that it was handed."""
+    from tilewise.backends.gluon.masks import KnownMask
+    from tilewise.backends.gluon.sm90.forward.documents import DocumentSummary
+    from tilewise.backends.kernels.block_mask import flat_mask
+
+    lists = torch.cat([visited[:, None], torch.full((len(visited), 3), 1 << 20)], 1).to(torch.int32)[None]
+
+    def summary(flat: object) -> KnownMask:
+        return KnownMask(torch.zeros(1, dtype=torch.int32), lists, None)
+
+    make = DocumentSummary(replace(problem, device="cpu"), summary, 128, block, tiles)
+    found = make(flat_mask(None, mask.tensors))
+    return found.packed_list, found.counts, found.tile_list
 
 
 def ids_of(lengths, padding=()):
@@ -45,7 +64,7 @@ def test_tiles_are_those_of_a_packed_batch(interpreter, block, lengths):
     mask = TileMask.documents(ids_of(lengths, PADDING))
     total = sum(lengths)
     visited = torch.tensor([10**6])  # more than a packed batch
-    found, counts, _ = interpreter(hopper_documents_child.lists_of, problem_of(mask)[0], mask, visited, block, 200)
+    found, counts, _ = interpreter(lists_of, problem_of(mask)[0], mask, visited, block, 200)
     most = total // block + total
     assert found.numel() == LIST_HEAD.value + most * ENTRY.value
     firsts = torch.tensor((0, *lengths)).cumsum(0).tolist()
@@ -70,7 +89,7 @@ def test_wrong_offsets_lead_nowhere_else(interpreter):
         for x in (mask.tensors.offsets, mask.tensors.ends):
             x.copy_(torch.randint(low, high, x.shape, generator=generator))
         visited = torch.tensor([10**6])
-        found, *_ = interpreter(hopper_documents_child.lists_of, problem_of(mask)[0], mask, visited, 64, 200)
+        found, *_ = interpreter(lists_of, problem_of(mask)[0], mask, visited, 64, 200)
         assert found.numel() == LIST_HEAD.value + (total // 64 + total) * ENTRY.value
         listed = found[LIST_HEAD.value :].view(-1, ENTRY.value)[: int(found[0]), :5]
         assert len(listed) == int(found[0]) > 0
@@ -91,7 +110,7 @@ def test_the_device_says_which_kernel_has_tiles(interpreter, length, packed, cau
     problem, _ = problem_of(mask, causal=causal)
     tiles = mask.tensors.tiles[0, 0] > 0  # of 128 x 128, as the kernel's
     visited = (tiles.tril() if causal else tiles).sum(1)
-    found, counts, lists = interpreter(hopper_documents_child.lists_of, problem, mask, visited, 128, 200)
+    found, counts, lists = interpreter(lists_of, problem, mask, visited, 128, 200)
     assert torch.equal(lists[0, :, 0], visited)
     assert (int(found[0]) > 0) == packed
     expected = [0] * 2 * SEMAPHORE

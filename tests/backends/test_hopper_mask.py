@@ -5,14 +5,74 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
-import interpreter_child
 import pytest
 import torch
 from helpers import Case, tensors, visible
+from interpreter_child import make_sparse, problem_of
+from torch import Tensor
+
+from tilewise.spec.problem import Problem
+from tilewise.spec.score import Band, Score
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 USUAL = Case(B=2, H=4, Hkv=2, M=139, N=300, D=64)
+
+
+def summarise(case: Case, keys: int) -> tuple[Tensor, Tensor, int, int]:
+    """What the hopper backend's forward knows of a case's mask: bits, visits, and its tiles of queries and of keys.
+
+    keys: up to how many `key_summary_kernel` looks at."""
+    from tilewise.backends.gluon import masks
+    from tilewise.backends.gluon.masks import MaskSummary
+    from tilewise.backends.gluon.sm90.common.config import forward_config
+
+    x = tensors(case)
+    problem = problem_of(case, x)
+    config = forward_config(problem)
+    masks.KEYS = keys
+    bits, visits, *_ = MaskSummary(problem, x.mask, x.q.device, config.block_n, config.warpgroups)([x.mask])
+    return bits, visits, config.block_m, config.block_n
+
+
+def summarise_by_keys(case: Case, sparse: bool) -> tuple[Tensor, Tensor, Tensor, int, int, Tensor]:
+    """What its backward knows of it: bits, visits, states, its tiles of queries and of keys; and the mask.
+
+    sparse: of blocks of 64 some are hidden and some visible.
+    """
+    from tilewise.backends.gluon.masks import MaskSummary
+    from tilewise.backends.gluon.sm90.common.config import backward_config
+
+    x = tensors(case)
+    problem = problem_of(case, x)
+    config = backward_config(problem)
+    if sparse:
+        block = (torch.arange(x.mask.shape[2])[:, None] // 64 + torch.arange(x.mask.shape[3]) // 64) % 4
+        x.mask[:] = torch.where(block == 0, x.mask, block != 1)
+    found = MaskSummary(problem, x.mask, x.q.device, config.block_n, 1, by_keys=True)([x.mask])
+    return *found[:3], config.block_m, config.block_n, x.mask
+
+
+def longest_first(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists of three matrices, ``count`` of each, of random tiles but for the last one's, before and after
+    `longest_first_kernel`; and those of a mask whose work tiles are to come in that order."""
+    from tilewise.backends.gluon.mask_kernels import longest_first_kernel
+    from tilewise.backends.gluon.masks import MaskSummary
+
+    visited = torch.rand(3, count, 40, generator=torch.Generator().manual_seed(count)) < torch.rand(3, count, 1) / 3
+    visited[2] = (torch.arange(40) >= torch.arange(count)[:, None] % 9) & (torch.arange(40) < 12)
+    lists = torch.zeros(3, count, 42, dtype=torch.int32)
+    lists[..., 0] = visited.sum(-1)
+    lists[..., 1:-1] = torch.where(visited, 4 * torch.arange(40) + 1, -4).sort(dim=-1, descending=True).values
+    ordered = lists.clone()
+    longest_first_kernel[(3 * -(-count // 64),)](ordered, count, 42, 64)
+    x = tensors(Case(B=2, H=2, M=200, N=400, D=64, mask="bhmn"))
+    make_sparse(x.mask)
+    problem = Problem.of(x.q, x.k, x.v, None, x.mask, *(None,) * 5, Score(1.0, None, Band()))
+    usual, other = (MaskSummary(problem, x.mask, x.q.device, 64, 1, True, longest_first=a)([x.mask]) for a in (0, 1))
+    listed = torch.arange(usual.tile_list.shape[2]) <= usual.tile_list[..., :1]  # what stands behind is anything
+    assert torch.equal(usual.tile_list[listed], other.tile_list[..., :-1][listed])
+    return lists, ordered, other.tile_list
 
 
 @pytest.mark.parametrize(
@@ -33,7 +93,7 @@ USUAL = Case(B=2, H=4, Hkv=2, M=139, N=300, D=64)
 @pytest.mark.parametrize("keys", [0, 1 << 12])
 def test_summary(interpreter, case, keys):
     """By two kernels, or by one where queries do not differ."""
-    bits, visits, block_m, block_n = interpreter(interpreter_child.summarise, case, keys)
+    bits, visits, block_m, block_n = interpreter(summarise, case, keys)
     mask = tensors(case).mask
     heads, rows = mask.shape[:2].numel(), mask.shape[2]
     count, chunks = -(-case.N // block_n), -(-case.M // block_m)
@@ -70,7 +130,7 @@ def test_summary(interpreter, case, keys):
 def test_work_tiles_come_the_longest_first(interpreter):
     """More of them than a program of the kernel places; their lists stay as they are. But for those that leave nothing
     out between their ends."""
-    lists, ordered, of_mask = interpreter(interpreter_child.longest_first, 150)
+    lists, ordered, of_mask = interpreter(longest_first, 150)
     assert torch.equal(lists[..., :-1], ordered[..., :-1])
     assert ordered[2, :, -1].tolist() == [-1 - i for i in range(150)]
     assert (of_mask[..., -1] < 0).all()  # three quarters of its blocks are visited
@@ -98,7 +158,7 @@ def test_work_tiles_come_the_longest_first(interpreter):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_summary_by_keys(interpreter, case, sparse):
     """For the backward; sparse: whole tiles are hidden, and whole tiles visible."""
-    bits, visits, states, block_m, block_n, mask = interpreter(interpreter_child.summarise_by_keys, case, sparse)
+    bits, visits, states, block_m, block_n, mask = interpreter(summarise_by_keys, case, sparse)
     heads, rows = mask.shape[:2].numel(), mask.shape[2]
     tiles, chunks, row_chunks = -(-case.N // block_n), -(-case.M // block_m), -(-rows // block_m)
     mask = mask.expand(-1, -1, case.M, case.N).flatten(0, 1)

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import Case
-from launcher_child import launcher_arguments, wanted
+from launcher_child import launcher_arguments, resized_arguments, wanted
 from relative_helpers import Term
-from resized_child import resized_arguments
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

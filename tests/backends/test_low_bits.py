@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import interpreter_child
 import pytest
 import torch
 from forced import check_split
@@ -24,6 +23,28 @@ from tilewise.spec.score import Band, Score, ScoreNumbers
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 ONE = Case(B=2, H=4, Hkv=2, M=37, N=37, D=16, dtype=HALF, window=(0, 0), dropout_p=0.9, lse=False)
+
+
+def low_bits_and_back(exact: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """By the twins in Triton: the low bits of float32 numbers, and what becomes of those of ``dtype`` with them."""
+    from probe_kernels import low_bits_kernel
+
+    low, found = torch.empty_like(exact, dtype=torch.int16), torch.empty_like(exact)
+    low_bits_kernel[(1,)](exact, exact.to(dtype), low, found, len(exact), 32768)
+    return low, found
+
+
+def one_key_of_packed(tokens: int) -> tuple[Tensor, ...]:
+    """Gradients of a packed batch by the triton backend, in which each query sees one key, beside dropout 0.9."""
+    from tilewise import varlen_attention
+
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.randn(tokens, 4, 16, generator=generator).half().requires_grad_() for _ in range(3)]
+    offsets = torch.tensor([0, 7, 7, 40, tokens - 5], dtype=torch.int32)
+    o = varlen_attention(
+        *x, offsets, offsets, tokens, tokens, window=(0, 0), dropout_p=0.9, dropout_seed=(1, 2), backend="triton"
+    )  # fmt: skip
+    return torch.autograd.grad((o.float() * torch.arange(16.0)).sum(), x)
 
 
 def numbers(dtype: torch.dtype) -> Tensor:
@@ -55,7 +76,7 @@ def test_numbers_come_back(dtype):
 
 def test_numbers_come_back_in_triton(interpreter):
     exact = numbers(HALF)
-    hold_numbers(HALF, exact, *interpreter(interpreter_child.low_bits_and_back, exact, HALF))
+    hold_numbers(HALF, exact, *interpreter(low_bits_and_back, exact, HALF))
 
 
 # --- every backend against the error rule; of hopper preprocess and repair in test_hopper_rows.py ---
@@ -165,7 +186,7 @@ def test_packed_batches():
 
 
 def test_packed_batches_in_triton(interpreter):
-    hold(*interpreter(interpreter_child.one_key_of_packed, 90))
+    hold(*interpreter(one_key_of_packed, 90))
 
 
 def test_masks_by_tiles():

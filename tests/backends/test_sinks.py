@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import interpreter_child
 import pytest
 import torch
 from forced import check_split
@@ -19,6 +18,22 @@ from tilewise.spec.operands import TensorSpec
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SMALL = Case(B=2, H=4, Hkv=2, M=37, N=70, D=16, sink="h")
+
+
+def check_sink_gradient(shape: tuple[int, ...], M: int, tile: int, between: int, first: int) -> None:
+    """`SinkGradient` beside `backends.sink_gradient`; first: 0 of delta, else of -delta / 2.5."""
+    from tilewise.backends import sink_gradient
+    from tilewise.backends.kernels.sinks import SinkGradient
+
+    generator = torch.Generator().manual_seed(0)
+    sink, lse, minus_delta = (torch.randn(x, generator=generator) for x in (shape, (2, 3, M), (2, 3, M)))
+    sink[:, 0, 0] = lse[:, : 3 // shape[1], 0] = -torch.inf  # rows that see nothing, no sink either
+    factor = -2.5 if first else 1.0
+    delta = torch.nn.functional.pad(-minus_delta / factor, (0, -M % tile), value=torch.nan)
+    laid = torch.full((2, 3, -(-M // tile), between), torch.nan)
+    laid[..., first : first + tile] = delta.unflatten(-1, (-1, tile))
+    found = SinkGradient(sink, lse, tile, between, first, factor=factor)(sink, lse, laid)
+    torch.testing.assert_close(found, sink_gradient(sink, lse, minus_delta), rtol=1e-4, atol=1e-4)
 
 
 def each(cases):
@@ -95,7 +110,7 @@ def test_few_queries(interpreter, case, splits):
 )
 def test_the_kernel_of_the_gradient_is_its_twin(interpreter, shape, M, tile, between, first):
     """Of delta and of -delta, where the backends leave them; NaN is between them, and where a row sees nothing."""
-    interpreter(interpreter_child.check_sink_gradient, shape, M, tile, between, first)
+    interpreter(check_sink_gradient, shape, M, tile, between, first)
 
 
 # --- the definition ---

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from types import SimpleNamespace
 
 import pytest
-import tile_mask_child
 import torch
+from torch import Tensor
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 B, H, HKV, M, N, BLOCK_N = 2, 4, 2, 150, 200, 128
+
+
+def sparse_sum_of(
+    bias: tuple[int, ...], mask: tuple[int, ...], states: Tensor, total: Tensor, block_n: int
+) -> tuple[Tensor, Tensor]:
+    """A sum as it is zeroed before, and what is made of another one, in float16."""
+    from tilewise.backends.gluon.sm90.backward.sparse_sum import SparseSum
+    from tilewise.spec.operands import TensorSpec
+
+    of = TensorSpec(torch.float16, *bias)
+    shape = SimpleNamespace(bias=of, mask=TensorSpec(torch.bool, *mask), queries=bias[2], keys=bias[3])
+    like = torch.empty(bias[0], bias[1], bias[3], bias[2], dtype=torch.float16).mT
+    sums = SparseSum(shape, like, total, block_n)
+    zeroed = total.clone()
+    sums.zero(states, zeroed)
+    return zeroed, sums.result(states, total)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +59,7 @@ def test_what_is_zeroed_and_read(interpreter, bias, mask, rows):
             shown[b % bias[0], h * bias[1] // H] |= seen > 0
     assert 0 < shown.sum() < shown.numel()
     total = torch.randn(*bias, M, N, generator=generator).masked_fill(~shown, math.nan)
-    zeroed, found = interpreter(
-        tile_mask_child.sparse_sum_of, (*bias, M, N), (*mask, M if rows else 1, N), states, total, BLOCK_N
-    )
+    zeroed, found = interpreter(sparse_sum_of, (*bias, M, N), (*mask, M if rows else 1, N), states, total, BLOCK_N)
     assert torch.equal(zeroed.isnan(), ~shown)
     assert (zeroed[shown] == 0).all()
     assert torch.equal(found, total.nan_to_num().to(torch.float16))

@@ -14,14 +14,51 @@ import interpreter_child
 import pytest
 import torch
 from forced import check_split
-from helpers import LAYOUTS, Case, check
+from helpers import LAYOUTS, Case, Results, check, run, tensors, visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 HALF, FLOAT = torch.float16, torch.float32
 LENGTHS = (1, 3, 127, 128, 129, 239)
 # Which axes a bias or mask has: all 24 for grouped heads.
 BROADCASTS = ["".join(axes) for axes in itertools.product("b1", "hk1", "m1", "n1")]
+
+
+def with_and_without_speed(case: Case) -> tuple[Results, Results]:
+    """Results of the triton backend, by Triton's interpreter as it comes and as `interpreter_speed` leaves it."""
+    from interpreter_speed import as_it_comes
+
+    with as_it_comes():
+        slow = run(case, "triton")
+    return slow, run(case, "triton")
+
+
+def largest_plus(n: int) -> int:
+    """2³¹ - 1 + n in 32 bits, by a kernel, where integers that overflow are an error."""
+    import triton
+    import triton.language as tl
+    from interpreter_speed import watch_overflow
+
+    @triton.jit
+    def kernel(x, n):
+        tl.store(x, tl.load(x) + n)
+
+    kernel[(1,)](torch.zeros(1, dtype=torch.int32), n)  # what is known of an addition now is to be forgotten
+    x = torch.tensor([2**31 - 1], dtype=torch.int32)
+    watch_overflow(True)
+    try:
+        kernel[(1,)](x, n)
+    finally:
+        watch_overflow(False)
+    return int(x)
+
+
+def spoil(case: Case, which: str, where: tuple[int, ...], value: float) -> tuple[Results, Results, Tensor]:
+    """Put ``value`` into q, k, v, bias or do: results of the triton backend, of the reference, and who sees what."""
+    inputs = tensors(case)
+    getattr(inputs, which)[where] = value
+    return run(case, "triton", inputs=inputs), run(case, "reference", inputs=inputs), visible(case, inputs)
 
 
 def each(cases):
@@ -63,13 +100,13 @@ def test_long(interpreter, case):
 )
 def test_integers_stay_in_range(interpreter, case):
     """Band limits count from far outside int32's middle: no sum or product of the kernels may wrap round."""
-    interpreter(interpreter_child.check_integers, case, "triton")
+    interpreter(interpreter_child.watch_integers, check, case, "triton")
 
 
 def test_integers_out_of_range_are_found(interpreter):
-    assert interpreter(interpreter_child.largest_plus, -1) == 2**31 - 2
+    assert interpreter(largest_plus, -1) == 2**31 - 2
     with pytest.raises(Exception, match="int32 overflow detected"):
-        interpreter(interpreter_child.largest_plus, 1)
+        interpreter(largest_plus, 1)
 
 
 DIMENSIONS = [
@@ -122,12 +159,12 @@ ORDERED = Case(B=1, M=20, N=67, D=16, deterministic=True)
 @each(replace(ORDERED, bias=bias) for bias in (None, "1hmn", "11mn", "11m1", "1h1n", "1111"))
 def test_what_has_an_order_has_no_atomics(interpreter, case):
     """Here programs run one after the other, so that sums by atomics repeat bit by bit too."""
-    interpreter(interpreter_child.check_without_atomics, case, "triton")
+    interpreter(interpreter_child.without_atomics, check, case, "triton")
 
 
 def test_atomics_are_found(interpreter):
     with pytest.raises(Exception, match="an atomic, in whose order nothing is fixed"):
-        interpreter(interpreter_child.check_without_atomics, replace(ORDERED, deterministic=False), "triton")
+        interpreter(interpreter_child.without_atomics, check, replace(ORDERED, deterministic=False), "triton")
 
 
 @each(
@@ -256,7 +293,7 @@ def test_what_is_visible_is_not_hidden(interpreter, spoiled, deterministic):
     """
     case, which, where, value = spoiled
     case = replace(case, deterministic=deterministic)
-    ours, reference, seen = interpreter(interpreter_child.spoil, case, which, where, value)
+    ours, reference, seen = interpreter(spoil, case, which, where, value)
     for name in ("o", "lse", "dq"):
         assert torch.equal(getattr(ours, name).isfinite(), getattr(reference, name).isfinite()), name
     spoilt = ~reference.dq.isfinite().all(-1)
@@ -358,7 +395,7 @@ def test_anything(interpreter, case):
     ]
 )
 def test_its_speed_changes_no_bit(interpreter, case):
-    slow, fast = interpreter(interpreter_child.with_and_without_speed, case)
+    slow, fast = interpreter(with_and_without_speed, case)
     assert slow._fields == fast._fields
     for name, x, y in zip(slow._fields, slow, fast, strict=True):
         assert (x is None) == (y is None), name

@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 from helpers import cached
-from vectors_child import by_kernels
+from torch import Tensor
 
 from tilewise import attention
 from tilewise.bias import alibi, t5_bias
@@ -23,6 +23,17 @@ TABLES = [T5Rule(32, True, 128), T5Rule(32, False, 128), T5Rule(7, True, 20), T5
 SLOPES = [AlibiRule("absolute"), AlibiRule("signed")]
 # First distance and how many: more than two blocks of a kernel, near ones, far ones alone, one.
 RANGES = [(-1500, 3001), (-3, 40), (200, 90), (-400, 100), (5, 1)]
+
+
+def by_kernels(rule: T5Rule | AlibiRule, x: Tensor, first: int, width: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """A rule's vector, and x's gradient from the vector's."""
+    from tilewise.backends.kernels import vectors
+
+    if isinstance(rule, T5Rule):
+        vector, bounds = rule.vector(x, first, width), rule.bounds(x.device)
+        return vector, vectors.table_gradient(gradient, bounds, first, x)
+    signed, two = rule.form == "signed", x if x.dim() == 2 else x[None]
+    return rule.vector(x, first, width), vectors.slopes_gradient(gradient, first, two, signed).view(x.shape)
 
 
 def drawn(*shape, dtype=FLOAT):

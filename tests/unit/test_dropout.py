@@ -221,7 +221,9 @@ def test_triton(interpreter, case):
 
 def test_integers_stay_in_range(interpreter):
     """But for those of the generator, which wrap round by design."""
-    interpreter(interpreter_child.check_integers, replace(SMALL, M=19, N=35, bias="11mn", deterministic=True), "triton")
+    interpreter(
+        interpreter_child.watch_integers, check, replace(SMALL, M=19, N=35, bias="11mn", deterministic=True), "triton"
+    )
 
 
 FEW = Case(B=2, H=4, Hkv=2, M=1, N=300, D=16, grads="", dropout_p=0.4)

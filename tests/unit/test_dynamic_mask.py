@@ -6,13 +6,14 @@ import importlib.util
 import math
 
 import pytest
-import topk_child
 import torch
 from torch import Tensor
 
 from tilewise import attention, dynamic_mask
 from tilewise.spec.block_mask import tiles_of_intervals
 from tilewise.topk.selection import running_smallest
+
+KERNELS = "tilewise.topk.kernels"
 
 
 def sorted_by_hand(scores: Tensor, keep: int, causal: bool, M: int) -> Tensor:
@@ -60,7 +61,7 @@ def test_one_row_keeps_intervals():
 def test_the_kernel_of_the_running_smallest_is_its_twin(interpreter, n):
     order = torch.rand(3, 2, n).argsort(-1)
     for w in {1, 2, n // 3 + 1, n, n + 5}:
-        found = interpreter(topk_child.smallest, order, w)
+        found = interpreter(f"{KERNELS}.running_smallest", order, w)
         assert torch.equal(found, running_smallest(order, w).int())
 
 
@@ -71,7 +72,7 @@ def test_the_kernel_of_the_running_smallest_adds_up_a_long_node(interpreter, ord
     n = 6200
     numbers = {"random": torch.randperm(n), "ascending": torch.arange(n), "descending": torch.arange(n).flip(0)}[order]
     numbers = torch.stack([numbers, numbers.roll(n // 3)])
-    assert torch.equal(interpreter(topk_child.smallest, numbers, 700), running_smallest(numbers, 700).int())
+    assert torch.equal(interpreter(f"{KERNELS}.running_smallest", numbers, 700), running_smallest(numbers, 700).int())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -83,7 +84,7 @@ def test_the_kernel_of_intervals_is_its_twin(interpreter, queries, keys):
     for keep in (1, 17, keys - 1, keys, 10**12):
         for causal in (False, True):
             made = dynamic_mask(scores, keep=keep, causal=causal, queries=queries).tensors
-            found = interpreter(topk_child.intervals, order, keep, causal, queries)
+            found = interpreter(f"{KERNELS}.selected_intervals", order, keep, causal, queries)
             assert torch.equal(found[0], made.begins)
             assert torch.equal(found[1], made.ends)
 
@@ -97,7 +98,7 @@ def test_the_kernel_of_tiles_of_intervals_is_its_twin(interpreter, queries, keys
     begins[1, :2], ends[1, 0], ends[1, 1] = 0, queries, queries // 2
     begins[1, 2] = ends[1, 2] = queries
     for block in ((64, 64), (64, 192), (128, 128)):
-        found = interpreter(topk_child.interval_tiles, begins, ends, queries, block)
+        found = interpreter("tilewise.backends.kernels.interval_tiles.tiles_of_intervals", begins, ends, queries, block)
         assert torch.equal(found, tiles_of_intervals(begins, ends, queries, block))
 
 

@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 
 import pytest
-import topk_child
 import torch
 from helpers import Case, Tensors, hold, run, tensors
 from torch import Tensor
@@ -16,9 +15,11 @@ from tilewise import TileMask, attention, dynamic_mask, explain
 from tilewise.bias import Alibi
 from tilewise.masks.block_sparse import Kept
 from tilewise.spec.score import Band
+from tilewise.spec.tiles import limits
 from tilewise.topk import gather
 from tilewise.topk.autograd import gather_rows
 
+KERNELS = "tilewise.topk.kernels"
 USUAL = Case(B=2, H=4, Hkv=2, M=300, N=300, D=16)
 
 
@@ -147,10 +148,11 @@ def test_the_kernels_are_their_twins(interpreter, by_heads, B, H, shape):
     (found,) = gather_rows(keys, 6, x)
     grad = torch.randn(found.shape, generator=generator)
     (expected,) = torch.autograd.grad(found, x, grad)
-    total = interpreter(topk_child.summed, grad, keys, x.shape, torch.float32, by_heads)
+    places = interpreter(f"{KERNELS}.places_of", keys, x.shape[2])
+    total = interpreter(f"{KERNELS}.sum_rows", grad, places, x.shape, torch.float32, by_heads)
     assert torch.equal(total, expected)
     assert total.transpose(1, 2).is_contiguous() == by_heads
-    taken = interpreter(topk_child.taken, x.detach(), keys)
+    taken = interpreter(f"{KERNELS}.take_rows", x.detach(), keys)
     named = (keys < 40).repeat_interleave(H // shape[1], 1).expand(B, H, 6, 7).transpose(1, 2).flatten(0, 1)
     assert torch.equal(taken, found.detach() * named[..., None])
 
@@ -176,7 +178,7 @@ def test_the_kernels_of_chunks_are_their_twins(interpreter, shape, N, way, band)
     for batch in {2, shape[0]}:
         own = 1 if way.chunks == shape[0] == 1 else batch
         one = gather.of_chunks(begins, ends, band, way, batch)
-        other = interpreter(topk_child.chunks, begins, ends, band, way, own)
+        other = interpreter(f"{KERNELS}.keys_of_chunks", begins, ends, limits(band), way, own)
         assert torch.equal(one[0].int(), other[0])
         assert (other[1] is None) == (not way.masked)
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(one[1] or (), other[1] or (), strict=True))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import interpreter_child
 import pytest
 import torch
-from helpers import Case
+from helpers import Case, Results, hold, run, tensors
+from interpreter_child import make_sparse, problem_of
+from torch import Tensor
 
 from tilewise.spec import visibility
 from tilewise.spec.score import Band
@@ -16,6 +17,81 @@ from tilewise.spec.tiles import key_tiles, limits, query_tiles
 from tilewise.spec.visibility import HIDDEN, MIXED, WHOLE
 
 BANDS = [Band(), Band(hi=0), Band(lo=-3), Band(lo=-4, hi=1), Band(lo=2, hi=5), Band(hi=-4)]
+
+
+def mask_lists(case: Case, backward: bool) -> tuple[Tensor, Tensor, Tensor, tuple[int, int], Tensor]:
+    """What the triton backend's forward, or backward, knows of a case's mask: of each tile, by rows and by keys; the
+    size of its tiles; and the mask, of which some tiles are hidden and some whole."""
+    from tilewise.backends.triton.config import backward_config, forward_config
+    from tilewise.backends.triton.masks import MaskLists
+
+    x = tensors(case)
+    make_sparse(x.mask)
+    problem = problem_of(case, x)
+    config = backward_config(problem, False) if backward else forward_config(problem, False, False)
+    found = MaskLists(problem, config, x.mask, x.q.device, by_rows=True, by_keys=True, even=backward)([x.mask])
+    rows, keys = (y.view(-1, *y.shape[-2:]) for y in (found.by_rows, found.by_keys))
+    return found.states, rows, keys, (config.block_m, config.block_n), x.mask
+
+
+def check_sparse(case: Case) -> None:
+    """`helpers.check` with a mask of hidden and whole tiles; the last keys are hidden from all queries, and NaN."""
+    clean = tensors(case)
+    make_sparse(clean.mask)
+    k, v = clean.k.clone(), clean.v.clone()
+    if case.mask[3] == "n":
+        hidden = min(70, case.N // 2)
+        clean.mask[..., case.N - hidden :] = False
+        k[:, :, case.N - hidden :] = v[:, :, case.N - hidden :] = float("nan")
+    hold(case, run(case, "triton", inputs=clean._replace(k=k, v=v)), inputs=clean)
+
+
+class _Turned:
+    """Lists of a mask, after which the mask is turned round in all tiles that are hidden or, by rows, full."""
+
+    def __init__(self, lists, config, mask: Tensor):
+        self.lists, self.config, self.mask, self.before, self.tiles = lists, config, mask, mask.clone(), 0
+
+    def __call__(self, mask: Tensor, tiles: None):
+        masks, found = self.lists(mask, tiles)
+        c = self.config
+        states = found.states.view(*mask.shape[:2], *found.states.shape[1:])
+        turned = states == 0
+        if found.by_keys is None:  # the forward's
+            m_tiles, others = found.by_rows.shape[1], found.by_rows.shape[2] - 4
+            full = torch.zeros(*mask.shape[:2], m_tiles, others, dtype=torch.bool)
+            for row, listed in zip(full.flatten(0, 2), found.by_rows.flatten(0, 1).tolist(), strict=True):
+                row[listed[3 : 3 + listed[1]]] = True
+            for dim in (2, 3):  # one state for several tiles: they are full all of them
+                full = full if states.shape[dim] == full.shape[dim] else full.all(dim, keepdim=True)
+            turned |= full
+        for b, h, m, n in turned.nonzero().tolist():
+            tile = mask[b, h, m * c.block_m : (m + 1) * c.block_m, n * c.block_n : (n + 1) * c.block_n]
+            tile.logical_not_()
+            self.tiles += 1
+        return masks, found
+
+
+def turn_mask(case: Case) -> tuple[Results, Results, int]:
+    """Results of the triton backend, and those of a mask that is `_Turned`; in how many tiles."""
+    from tilewise.backends import Inputs, Needs, Outputs
+    from tilewise.backends.triton.launch import TritonBackward, TritonForward
+
+    x = tensors(case)
+    make_sparse(x.mask)
+    problem, inputs = problem_of(case, x), Inputs(x.q, x.k, x.v, x.bias, x.mask)
+    needs, cotangents = Needs(True, True, True, x.bias is not None), Outputs(x.do, x.dlse)
+    forward = TritonForward(problem, inputs)
+    outputs = forward(inputs)
+    backward = TritonBackward(problem, inputs, outputs, cotangents, needs)
+    before = Results(*outputs[:2], *backward(inputs, outputs, cotangents)[:5])
+    turned, results = 0, []
+    for passed, arguments in ((forward, (inputs,)), (backward, (inputs, outputs, cotangents))):
+        passed.masked = _Turned(passed.masked, passed.config, x.mask)
+        results += passed(*arguments)[: 2 if passed is forward else 5]
+        x.mask[:] = passed.masked.before
+        turned += passed.masked.tiles
+    return before, Results(*results), turned
 
 
 def matrix(M, N, band):
@@ -95,7 +171,7 @@ LISTED = [
 @pytest.mark.parametrize("backward", [False, True])
 def test_lists_of_a_mask(interpreter, case, backward):
     """Of every matrix of the mask, in both directions: what `visibility.kinds` makes of what is left of its tiles."""
-    states, by_rows, by_keys, (block_m, block_n), mask = interpreter(interpreter_child.mask_lists, case, backward)
+    states, by_rows, by_keys, (block_m, block_n), mask = interpreter(mask_lists, case, backward)
     lo, hi = limits(Band.aligned(case.causal, case.window, case.N - case.M))
     full = mask.expand(*mask.shape[:2], case.M, case.N).flatten(0, 1)
     tiles = [list(part.split(block_n, 2)) for part in full.split(block_m, 1)]
@@ -139,7 +215,7 @@ def check_list(found, interval, states, none_full):
 def test_where_the_mask_is_not_read(interpreter, case):
     """Hidden tiles are not visited, and the forward does not mask full ones: after the lists are made the mask is
     turned round there, and nothing changes, not a bit."""
-    before, after, turned = interpreter(interpreter_child.turn_mask, case)
+    before, after, turned = interpreter(turn_mask, case)
     assert turned > 0
     for name, x, y in zip(before._fields, before, after, strict=True):
         assert (x is None) == (y is None), name
@@ -175,4 +251,4 @@ PAIR = replace(SPARSE, H=2, Hkv=1)  # as many heads as tell a mask of heads from
     ids=str,
 )
 def test_masks_of_hidden_and_whole_tiles(interpreter, case):
-    interpreter(interpreter_child.check_sparse, case)
+    interpreter(check_sparse, case)

@@ -1,4 +1,4 @@
-"""A kernel of hopper_packed_child.py, in a module of its own, where Triton finds what it calls."""
+"""Kernels that show what functions of Triton kernels compute, where Triton finds what they call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.gluon.varlen import listed_tile_and_head, sum_of_head
+from tilewise.backends.kernels.rounding import low_bits, with_low_bits
 
 
 @triton.jit
@@ -28,3 +29,13 @@ def sums_of_heads_kernel(tile_list, out, kv_heads, BLOCK_M: tl.constexpr, BLOCK_
     tl.store(out + 6 * t + 3, of.tiles)
     tl.store(out + 6 * t + 4, of.part)
     tl.store(out + 6 * t + 5, of.parts)
+
+
+@triton.jit
+def low_bits_kernel(exact, rounded, low, found, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    inside = at < count
+    x, y = tl.load(exact + at, mask=inside, other=0.0), tl.load(rounded + at, mask=inside, other=0.0)
+    bits = low_bits(x, y)
+    tl.store(low + at, bits, mask=inside)
+    tl.store(found + at, with_low_bits(y.to(tl.float32), bits), mask=inside)
