@@ -5,7 +5,6 @@ With the installed triton, and with Triton 3.6.0, because torch 2.11 pins that o
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from aot_compilers import hold_hopper, minor_version
 from helpers import Case
 from ledger import covering
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytest.importorskip("triton")
 
 USUAL = Case(B=4, H=16, M=4096, N=4096, D=128, dtype=torch.bfloat16)
 # Triton, case, wgmma in the forward kernel, bytes that may spill. A product of Q and K takes D/16 of them, one of P and

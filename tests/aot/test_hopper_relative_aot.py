@@ -3,14 +3,10 @@ waits for another or races. See test_hopper_aot.py."""
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from aot_compilers import hold_hopper
 from hopper_values_child import Values, compile_values
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 CAUSAL = Values(causal=True)
 # Triton, call, wgmma of the forward kernel, bytes that may spill: numbers of the whole walk. What lies below the range

@@ -3,7 +3,6 @@ backend takes, and what compilers make of some of them is held to the sum."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from dataclasses import replace
 
@@ -16,8 +15,7 @@ from tilewise.spec.operands import PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Distances, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon import sm90
 from tilewise.backends.gluon.sm90.backward import launch as backward_launch

@@ -3,7 +3,6 @@ warps hand tiles on, as Python threads."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import threading
 from dataclasses import replace
@@ -21,8 +20,7 @@ from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon.sm90.common import key_mask
 from tilewise.backends.gluon.sm90.common.config import SHARED_MEMORY, forward_config, has_small_heads

@@ -3,13 +3,9 @@ another or races. See test_hopper_aot.py."""
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from aot_compilers import hold_hopper
 from hopper_toeplitz_child import Toeplitz, compile_toeplitz
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 CAUSAL = Toeplitz(causal=True)
 ALIBI = Toeplitz(linear=True, far=0)

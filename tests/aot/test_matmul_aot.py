@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from aot_child import compile_matmul
 from ledger import covering
 from matmul_helpers import Product
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 USUAL = Product(M=4096, N=4096, K=4096, dtype=torch.bfloat16)
 # Two warpgroups, four wgmma a step of 64, once for the first step and once in the loop.

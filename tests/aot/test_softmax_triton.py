@@ -6,7 +6,6 @@ the others is tested here, they themselves in tests/gpu.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
@@ -16,7 +15,7 @@ from aot_compilers import minor_version
 from ledger import covering
 from softmax_helpers import Case, by_kernels, check
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytest.importorskip("triton")
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 AXES = ["11n", "1nn", "n1n", "nn1", "n11", "nnn", "111"]
 

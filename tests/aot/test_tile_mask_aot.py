@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import pytest
 import torch
 from aot_child import compile_case, compile_hopper_case, compile_kept_keys
 from aot_compilers import minor_version
 from helpers import Case
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 USUAL = Case(B=4, H=16, M=4096, N=4096, D=128, dtype=torch.bfloat16, lse=False)
 

@@ -6,7 +6,6 @@ processes compile (see aot_child.py): a target that a compiler cannot handle end
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from ledger import covering
 from relative_helpers import Term
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytest.importorskip("triton")
 
 # What each target's main kernels have to be made of.
 TENSOR_CORES = {80: "mma.sync", 86: "mma.sync", 90: "wgmma", 100: "tcgen05", 120: "mma.sync"}

@@ -7,7 +7,6 @@ shortest leaves a quarter of the shared memory.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import replace
 
@@ -16,8 +15,6 @@ import soak
 import torch
 from helpers import Case, check
 from room_child import room
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 COUNT = int(os.environ.get("TILEWISE_ROOM", "1"))
 TARGETS = {90: "3.6.0", 80: "installed", 86: "installed", 100: "installed", 120: "3.6.0"}  # with a triton

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any, NamedTuple
 
 import aot_child
@@ -13,8 +12,6 @@ from aot_compilers import hold_hopper
 from test_triton_aot import TENSOR_CORES, hold
 
 from tilewise.bias import RaggedBias, RelativeBias, t5_bias
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 H, TOTAL, LONGEST, SEQUENCES = 16, 32768, 3800, 52
 

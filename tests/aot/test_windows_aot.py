@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from aot_child import WindowCase, compile_windows
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 @pytest.mark.parametrize(

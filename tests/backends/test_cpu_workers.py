@@ -1,7 +1,5 @@
 """The CPU's tiles by several workers: the same error rule and equal bits, however a call is divided, and who calls."""
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 import relative_helpers
 import torch
 from helpers import Case, check, run
+from processes import python
 from relative_helpers import Term
 
 import tilewise
@@ -255,8 +254,5 @@ threading.Thread(target=late).start()
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="this system has no fork")
 def test_a_fork_and_the_end_of_a_process():
     root = Path(tilewise.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", SCRIPT, cwd=root, timeout=60)
     assert done.stdout.split("\n") == ["after the main thread", "at exit", ""]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from tilewise.planner import make_plan
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytest.importorskip("triton")
 
 DECODE = Problem(
     device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=16, heads=32, kv_heads=8, queries=1, keys=32768,

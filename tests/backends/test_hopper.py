@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem, irregular
 from tilewise.spec.score import Band, Score
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytest.importorskip("triton")
 
 PROBLEM = Problem(
     device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=2, heads=8, kv_heads=2, queries=239, keys=432,

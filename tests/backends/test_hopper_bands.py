@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from types import SimpleNamespace
 
@@ -13,8 +12,7 @@ from tilewise.spec import tiles
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon import score
 from tilewise.backends.gluon.sm90.backward import launch as backward_launch

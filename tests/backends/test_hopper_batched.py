@@ -3,15 +3,13 @@ barriers that work as the hardware's do, see test_hopper_roles; and what comes o
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from test_hopper_roles import Barrier, Roles
 from test_hopper_work import kernel_arguments, plain, problem

@@ -4,7 +4,6 @@ registers hold, and which work its programs have."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from tilewise.spec.operands import TensorSpec, TileOperand
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends import Inputs, Needs, Outputs
 from tilewise.backends.gluon.sm90.backward import launch as backward_launch

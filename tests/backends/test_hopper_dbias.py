@@ -3,7 +3,6 @@ zeroes it. The kernels' own functions, run as Python."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from collections import Counter
@@ -17,8 +16,7 @@ from tilewise.spec.operands import TensorSpec, TileOperand
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon.sm90.backward import dbias, dbias_reduce
 from tilewise.backends.gluon.sm90.backward import launch as backward_launch

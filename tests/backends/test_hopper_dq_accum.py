@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 from tilewise.layouts.checks import wavefronts
 from tilewise.layouts.nvmma import nvmma_shared_layout
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon.sm90.backward import dq as dq_accum
 

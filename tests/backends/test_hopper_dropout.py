@@ -3,7 +3,6 @@ model of what they ask of Gluon and of the few instructions of PTX in them."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -16,8 +15,7 @@ from tilewise.spec import dropout
 from tilewise.spec.dropout import Origin
 from tilewise.spec.score import Band, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon.sm90.common import dropout as gluon_dropout
 from tilewise.backends.kernels import dropout as twins

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 USUAL = Case(B=2, H=4, Hkv=2, M=139, N=300, D=64)
 

@@ -3,7 +3,6 @@ ragged box lies, in integers."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from tilewise import varlen_attention
 from tilewise.bias import RelativeBias
 from tilewise.frontend.varlen import read_packed
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytest.importorskip("triton")
 
 SHORT = Lengths((70, 0, 3, 140, 1), (33, 1, 0, 80, 64), past=3)  # more queries than keys, and fewer
 MANY = Lengths(tuple(n % 5 for n in range(300)), tuple(n * 7 % 11 for n in range(300)))

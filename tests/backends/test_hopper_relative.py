@@ -3,7 +3,6 @@ gradient goes, and how values lie in memory. The kernels' own functions, run as 
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,8 +19,7 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.relative import Relative, gather, scatter, skewed, tile_kind
 from tilewise.spec.score import Band, Distances, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon import relative, score, values
 from tilewise.backends.gluon import scheduler as tile_scheduler

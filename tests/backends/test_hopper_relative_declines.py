@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 from tilewise.spec.operands import PART_WORDS, PartOperands, TensorSpec
 from tilewise.spec.score import Band, Distances, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from test_hopper_relative import BRAIN, FLOAT, VALUES, inkling
 

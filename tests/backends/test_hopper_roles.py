@@ -4,15 +4,13 @@ a program that never ends."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import threading
 from types import SimpleNamespace
 
 import pytest
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon.pipeline import Pipeline
 from tilewise.backends.gluon.sm90.backward import dq as dq_accum

@@ -3,7 +3,6 @@ its backward knows of each."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,8 +21,6 @@ from tilewise.spec.dropout import threshold
 from tilewise.spec.problem import Problem
 from tilewise.spec.rounding import with_low_bits
 from tilewise.spec.score import Band, Score
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 HALF, FLOAT = torch.float16, torch.float32
 USUAL = Case(B=2, H=2, Hkv=1, M=70, N=75, D=24, dtype=HALF, layout="padded", grads="")

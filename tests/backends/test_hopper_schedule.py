@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from types import SimpleNamespace
 
@@ -14,8 +13,7 @@ from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon import scheduler as tile_scheduler
 from tilewise.backends.gluon.sm90.common.config import forward_config

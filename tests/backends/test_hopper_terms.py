@@ -6,7 +6,6 @@ only.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from types import SimpleNamespace
@@ -19,8 +18,7 @@ from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends import kernels
 from tilewise.backends.gluon import score

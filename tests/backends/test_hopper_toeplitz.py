@@ -3,7 +3,6 @@ kernels' own functions, run as Python on integers and tensors; those in Triton i
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from dataclasses import replace
@@ -20,8 +19,7 @@ from tilewise.spec.operands import PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Far, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon import scheduler as tile_scheduler
 from tilewise.backends.gluon import score

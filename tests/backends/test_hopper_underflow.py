@@ -3,7 +3,6 @@ that results do not change. The kernels in Triton run in its interpreter, the sc
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,8 +19,7 @@ from tilewise.spec.operands import PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Far, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from test_hopper_toeplitz import backward_arguments, forward_arguments
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 from tilewise.spec.relative import skewed
 from tilewise.spec.score import Distances
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon import values
 

@@ -3,7 +3,6 @@ Python on integers. A mistake here would be a program that waits for ever."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,8 +16,7 @@ from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise.backends.gluon import score
 from tilewise.backends.gluon.sm90.backward import dbias, dbias_reduce

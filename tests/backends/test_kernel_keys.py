@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import pkgutil
 from collections import defaultdict
 
@@ -13,8 +12,7 @@ import tilewise.backends
 import tilewise.operator.autograd  # the operators, which some of what follows asks for
 import tilewise.ops
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from triton.language.core import constexpr
 from triton.runtime.jit import JITCallable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from helpers import Case
 from launcher_child import launcher_arguments, resized_arguments, wanted
 from relative_helpers import Term
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytest.importorskip("triton")
 
 
 class Compiled:

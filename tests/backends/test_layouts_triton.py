@@ -9,13 +9,13 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import wgmma_proof
+from processes import python
 
 from tilewise.backends.gluon.sm90.common import config as hopper_config
 from tilewise.layouts import (
@@ -30,8 +30,7 @@ from tilewise.layouts import (
 from tilewise.spec import operands, problem
 from tilewise.spec.score import Band, Score
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 TRITON_VERSION = importlib.metadata.version("triton")
 # Before 3.7 the compiler tells the linear layouts of registers only, and aborts when asked for those of memory.
 JUDGES = pytest.mark.skipif(
@@ -63,11 +62,7 @@ print(json.dumps(answers))
 
 def ask(questions):
     """What Gluon says of each (shape, bits, swizzle or None, transposed, dtype)."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], input=json.dumps(questions), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout)
+    answers = json.loads(python("-c", CHILD, input=json.dumps(questions)).stdout)
     assert len(answers) == len(questions)
     return answers
 

@@ -1,12 +1,8 @@
 """The Triton kernel of tilewise.matmul in Triton's interpreter, in float16 and float32: values and gradients."""
 
-import importlib.util
-
 import pytest
 import torch
 from matmul_helpers import LAYOUTS, Product, check, check_negated, check_tf32
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 HALF, FLOAT = torch.float16, torch.float32
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 B, H, HKV, M, N, BLOCK_N = 2, 4, 2, 150, 200, 128
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 
 from tilewise import TileMask
 from tilewise.backends.kernels.tile_lists import TileListCache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from forced import forced_splits
 
 from tilewise import attention, scaled_dot_product_attention
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 HALF, FLOAT, BRAIN = torch.float16, torch.float32, torch.bfloat16
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import python
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -258,8 +258,5 @@ def test_from_flex(monkeypatch):
 def test_long_context():
     """By itself: a process group of one rank."""
     script = EXAMPLES / "long_context.py"
-    done = subprocess.run(
-        [sys.executable, script, "--steps", "3", "--length", "512"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(script, "--steps", "3", "--length", "512", timeout=600)
     assert f"bits a byte on 1 of {DEVICE}" in done.stdout

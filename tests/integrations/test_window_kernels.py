@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from helpers import cached
@@ -14,7 +12,7 @@ from tilewise.cache import calls
 from tilewise.integrations.evoformer import window_pair_attention
 from tilewise.windows import Geometry, config
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytest.importorskip("triton")
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 
 

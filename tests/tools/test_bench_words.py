@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import python
 from typer.testing import CliRunner
 
 from tilewise_tools import cli
@@ -136,5 +135,4 @@ def test_a_missing_matplotlib_is_one_line(monkeypatch):
 
 def test_the_run_needs_no_typer():
     code = "import sys, tilewise_tools.bench.__main__, tilewise_tools.bench.run; print('typer' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert python("-c", code).stdout == "False\n"

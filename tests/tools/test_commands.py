@@ -6,12 +6,11 @@ import importlib.util
 import os
 import re
 import stat
-import subprocess
-import sys
 
 import pytest
 import torch
 from helpers import compute_by
+from processes import python
 from typer.testing import CliRunner
 
 import tilewise
@@ -44,16 +43,15 @@ def test_the_command_modules_import_no_torch():
     """So that --help is quick."""
     modules = ", ".join(cli.COMMANDS.values())
     code = f"import sys, {modules}; print(*{{'torch', 'rich.progress', 'matplotlib'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert (done.stdout.strip(), done.stderr) == ("", "")
 
 
 def test_another_encoding_is_no_error():
     """A terminal or a file whose encoding lacks the dash of the table."""
-    command = [sys.executable, "-m", "tilewise", "explain", *SHAPE, "--device", "sm_90"]
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    done = subprocess.run(command, capture_output=True, env=environment, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = python("-m", "tilewise", "explain", *SHAPE, "--device", "sm_90", env=environment, text=False)
+    assert done.stderr == b""
     assert b"  S  2 times 524 kB            ?     1.05 MB" in done.stdout.splitlines()
     assert "µs".encode("latin-1") in done.stdout
 

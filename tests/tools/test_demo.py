@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from processes import python
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -31,10 +30,6 @@ def demo(*arguments: object):
 def shown(output: str) -> str:
     """What typer printed, without its line breaks."""
     return " ".join(output.split())
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -57,14 +52,11 @@ def test_importing_tilewise_imports_no_optional_package():
 def test_without_the_tools_there_is_no_command_line():
     for missing, words in (("tilewise_tools", "needs the package tilewise_tools"), ("typer", "needs typer")):
         code = f"import sys; sys.modules[{missing!r}] = None; from tilewise.__main__ import main; main()"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert done.returncode == 2, done.stderr
-        assert words in done.stderr
+        assert words in python("-c", code, status=2).stderr
 
 
 def test_python_m_tilewise_is_the_command_line():
-    done = python("-m", "tilewise", "demo", "--parts", "nonsense")
-    assert done.returncode == 2
+    done = python("-m", "tilewise", "demo", "--parts", "nonsense", status=2)
     assert "unknown part 'nonsense'" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -188,7 +187,6 @@ CALLS = [
 ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join([call[0].__name__, *map(str, call[1:])]))
 def test_elements_past_an_int32(call, interpreter):
     for got, expected in interpreter(*call):

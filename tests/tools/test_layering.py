@@ -5,13 +5,12 @@ import inspect
 import os
 import random
 import re
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from processes import python
 
 import tilewise
 from tilewise.backends.protocol import Backend, Pass
@@ -152,9 +151,7 @@ def test_only_the_runtime_and_autograd_know_torch_autograd(module):
 def child(code):
     """Run code in a fresh interpreter, without the test run's environment switches; returns what it prints."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return python("-c", code, env=environment).stdout.split()
 
 
 def test_importing_tilewise_touches_neither_cuda_nor_triton():

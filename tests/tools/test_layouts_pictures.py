@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from processes import python
 from typer.testing import CliRunner
 
 from tilewise.layouts import Operand, Role, SwizzleMode, instructions
@@ -282,6 +281,4 @@ def test_the_slider_moves_the_share(chromium, tmp_path):
 def test_the_command_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None; sys.argv = ['tilewise', 'layout', '--shape', '64x64']\n"
     code += "from tilewise_tools import cli; cli.main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("64 x 64, 16-bit, K-major")
+    assert python("-c", code).stdout.startswith("64 x 64, 16-bit, K-major")

@@ -3,8 +3,6 @@ found by their settings instead of being read again."""
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from helpers import cached
@@ -17,7 +15,6 @@ from tilewise.bias.toeplitz import AlibiRule, T5Rule
 from tilewise.spec.relative import Relative, window
 from tilewise.spec.score import Distances
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 BRAIN, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 TABLES = [T5Rule(32, True, 128), T5Rule(32, False, 128), T5Rule(7, True, 20), T5Rule(2, False, 9)]
 SLOPES = [AlibiRule("absolute"), AlibiRule("signed")]
@@ -100,7 +97,6 @@ def test_the_node_is_the_definition(rule, dtype):
         hold_gradient(found, rule, x, first, gradient, 4e-3 if dtype == BRAIN else 0)
 
 
-@needs_triton
 @pytest.mark.parametrize("rule", TABLES[:2] + SLOPES, ids=str)
 @pytest.mark.parametrize("dtype", [BRAIN, FLOAT])
 def test_the_kernels_are_the_definition(interpreter, rule, dtype):

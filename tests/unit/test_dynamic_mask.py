@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
@@ -56,7 +55,6 @@ def test_one_row_keeps_intervals():
     assert (seen.sum(-1) == 2048).all()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("n", [1, 2, 3, 31, 64, 1500])
 def test_the_kernel_of_the_running_smallest_is_its_twin(interpreter, n):
     order = torch.rand(3, 2, n).argsort(-1)
@@ -65,7 +63,6 @@ def test_the_kernel_of_the_running_smallest_is_its_twin(interpreter, n):
         assert torch.equal(found, running_smallest(order, w).int())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("order", ["random", "ascending", "descending"])
 def test_the_kernel_of_the_running_smallest_adds_up_a_long_node(interpreter, order):
     """More blocks in a node than are added up at once, and an end in the middle of one."""
@@ -75,7 +72,6 @@ def test_the_kernel_of_the_running_smallest_adds_up_a_long_node(interpreter, ord
     assert torch.equal(interpreter(f"{KERNELS}.running_smallest", numbers, 700), running_smallest(numbers, 700).int())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(("queries", "keys"), [(64, 64), (30, 101), (101, 30), (1100, 1100)])
 def test_the_kernel_of_intervals_is_its_twin(interpreter, queries, keys):
     """With ties, a power of two, and where more are to be kept than there are keys."""
@@ -89,7 +85,6 @@ def test_the_kernel_of_intervals_is_its_twin(interpreter, queries, keys):
             assert torch.equal(found[1], made.ends)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (64, 128), (700, 300), (2500, 65)])
 def test_the_kernel_of_tiles_of_intervals_is_its_twin(interpreter, queries, keys):
     """Empty intervals too, whole tiles of them, and keys that all queries see; a tile of 192 keys, not a power of 2."""

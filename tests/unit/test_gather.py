@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
 
@@ -139,7 +138,6 @@ def test_gradients_of_rows(by_heads, B, H, shape):
     torch.testing.assert_close(one, other)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("by_heads", [False, True])
 @pytest.mark.parametrize(("B", "H", "shape"), [(2, 4, (2, 2)), (1, 3, (1, 1)), (2, 2, (1, 2))], ids=str)
 def test_the_kernels_are_their_twins(interpreter, by_heads, B, H, shape):
@@ -157,7 +155,6 @@ def test_the_kernels_are_their_twins(interpreter, by_heads, B, H, shape):
     assert torch.equal(taken, found.detach() * named[..., None])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize(
     ("shape", "N", "way", "band"),
     [

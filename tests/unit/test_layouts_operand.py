@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
+from processes import python
 
 from tilewise import layouts
 from tilewise.layouts import (
@@ -386,7 +385,7 @@ def test_layouts_that_agree_and_differ():
 def test_needs_neither_torch_nor_triton():
     code = "import sys; sys.modules['torch'] = sys.modules['triton'] = sys.modules['numpy'] = None\n"
     code += "import tilewise.layouts as t; print(t.Operand((128, 64), 16).linear()(offset=64))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert (done.stdout.strip(), done.stderr) == ("(1, 8)", "")
 
 

@@ -33,7 +33,6 @@ def test_no_tensor_outlives_its_call(backend, name):
     assert memory_helpers.leftovers_of(name, n, "cpu", backend) == []
 
 
-@without_triton
 @pytest.mark.parametrize("name", memory_helpers.calls("triton"))
 def test_no_tensor_outlives_its_call_in_the_interpreter(interpreter, name):
     assert interpreter(memory_helpers.leftovers_of, name, 21, "cpu", "triton") == []

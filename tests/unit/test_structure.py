@@ -413,7 +413,6 @@ def test_variants_are_bounded(monkeypatch):
     assert calls.get(("y",)) is None
 
 
-@without_triton
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths_in_the_interpreter(interpreter, causal):
     """A cache that grows, and squares, in the Triton backend: numbers, after others of their structure."""
