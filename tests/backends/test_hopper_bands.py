@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_stubs import as_python, band_terms, gluon, numbers, problem, replace
 
 from tilewise.spec import tiles
-from tilewise.spec.problem import Problem
-from tilewise.spec.score import Band, Score
+from tilewise.spec.score import Band
 
 pytest.importorskip("triton")
 
@@ -44,16 +44,10 @@ def minimum(x, y):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """The functions of the kernels as Python functions."""
-    gl = SimpleNamespace(
-        minimum=minimum, maximum=max, where=where, constexpr=lambda x: x, SliceLayout=lambda *_: None,
-        arange=lambda start, end, _: torch.arange(start, end),
-    )  # fmt: skip
-    for module in (backward_scheduler, score, mask_tiles):
-        monkeypatch.setattr(module, "gl", gl)
+    replace(monkeypatch, backward_scheduler, score, mask_tiles, gl=gluon(minimum=minimum, where=where))
     monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
-    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "key_tile"):
-        monkeypatch.setattr(backward_scheduler, name, getattr(backward_scheduler, name).fn)
-    monkeypatch.setattr(mask_tiles, "in_band", score.in_band.fn)
+    as_python(monkeypatch, backward_scheduler, "head_and_tile heads_at_once groups_per_broadcast key_tile")
+    as_python(monkeypatch, score, "in_band", mask_tiles)
 
 
 BANDS = [
@@ -73,19 +67,13 @@ BANDS = [
 @pytest.mark.parametrize(("dim", "deterministic"), [(32, False), (64, False), (64, True), (128, False), (256, False)])
 def test_a_visited_tile_keeps_what_is_visible(dim, deterministic, queries, keys, band):
     """And no other tile has anything that is. Rows past the end may keep all: their LSE is +inf."""
-    p = Problem(
-        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=1, heads=1, kv_heads=1, queries=queries,
-        keys=keys, head_dim=dim, value_dim=dim, score=Score(0.1, None, band), bias_grad=False,
-        deterministic=deterministic,
-    )  # fmt: skip
+    p = problem(1, 1, 1, queries, keys, dim, band, deterministic=deterministic)
     chosen = config.backward_config(p)
-    c = backward_launch._compiled(p, chosen, config.backward_width(p), False)
-    c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
+    c = numbers(backward_launch._compiled(p, chosen, config.backward_width(p), False))
     sizes, _ = backward_launch._sizes(p, chosen, torch.device("meta"))
-    lo, hi = tiles.limits(band)
-    terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None)
+    terms = band_terms(band)
     row, col = torch.arange(queries)[None, :], torch.arange(keys)[:, None]
-    seen = (col <= row + hi) & (col >= row + lo)
+    seen = (col <= row + terms.hi) & (col >= row + terms.lo)
     found = torch.zeros(sizes.key_tiles * c.BLOCK_N, sizes.row_tiles * c.BLOCK_M)
     for program in range(sizes.key_tiles):
         mine = backward_scheduler.work_tile_of.fn(program, 0, terms, sizes, c)
@@ -104,13 +92,12 @@ def test_a_packed_tile_counts_from_the_ends_of_its_sequence(queries, keys, band)
     """Tiles of queries that see a tile of keys are visited, and full ones see all of it; keys past the end are hidden
     from all that visit them."""
     seq = SeqInfo(1000, 2000, queries, keys, keys - queries)
-    lo, hi = tiles.limits(band)
-    terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None)
+    terms = band_terms(band)
     p = SimpleNamespace(totals=(2000, 3000), score=SimpleNamespace(band=band))
     hides_end = backward_launch._hides_end(p, None)
     c = SimpleNamespace(BLOCK_M=64, BLOCK_N=128, RAGGED=True, HIDES_END=hides_end, MASK=False)
     row, col = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
-    seen = (col - row <= hi) & (col - row >= lo)
+    seen = (col - row <= terms.hi) & (col - row >= terms.lo)
     for n0 in range(0, keys, c.BLOCK_N):
         tile = backward_scheduler.key_tile(0, 0, n0, seq, 7, terms, c)
         for m in range(-(-queries // c.BLOCK_M)):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_stubs import gluon
 
 pytest.importorskip("triton")
 
@@ -141,13 +142,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
         found = scheduler.work_tile_of.fn(n // c.ELEMENTS, n % c.ELEMENTS, terms, sizes, c)
         return found._replace(end=found.begin) if n // c.ELEMENTS in hidden else found
 
-    gl = SimpleNamespace(
-        static_range=range, to_tensor=lambda x: x, cast=lambda x, _: x, int64=torch.int64, float32=torch.float32,
-        cdiv=lambda x, y: -(-x // y),
-        arange=lambda begin, end, _: torch.arange(begin, end), zeros=lambda shape, *_: torch.zeros(shape),
-        where=lambda c, x, y: x if c else torch.full_like(x, y), atomic_add=atomic_add,
-        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None,
-    )  # fmt: skip
+    gl = gluon(where=lambda c, x, y: x if c else torch.full_like(x, y), atomic_add=atomic_add)
     barriers = SimpleNamespace(arrive=roles.arrive, wait=roles.wait, expect=lambda *_: None)
     stubs = {
         "gl": gl, "mbarrier": barriers, "tma_load": tma_load, "PIECE_ROWS": 16, "next_tile_index": next_tile_index,

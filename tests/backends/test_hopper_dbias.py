@@ -9,11 +9,12 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import kernel_stubs
 import pytest
 import torch
+from kernel_stubs import as_python, gluon, numbers
 
 from tilewise.spec.operands import TensorSpec, TileOperand
-from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
 pytest.importorskip("triton")
@@ -25,13 +26,8 @@ from tilewise.backends.gluon.sm90.common import config
 
 
 def problem(B, H, Hkv, axes, M=300, N=700, dtype=torch.bfloat16, **changes):
-    sizes = {"b": B, "h": H, "k": Hkv, "1": 1}
-    found = Problem(
-        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
-        head_dim=64, value_dim=64, score=Score(0.1, None, Band()), bias_grad=True,
-        bias=TensorSpec(dtype, sizes[axes[0]], sizes[axes[1]], M, N),
-    )  # fmt: skip
-    return replace(found, **changes)
+    found = kernel_stubs.problem(B, H, Hkv, M, N, bias_grad=True, bias=f"{axes}mn")
+    return replace(found, **{"bias": replace(found.bias, dtype=dtype), **changes})
 
 
 @pytest.mark.parametrize(
@@ -62,27 +58,12 @@ def test_who_adds(p, how, sums):
 @pytest.fixture
 def plain(monkeypatch):
     """The functions of the kernels as Python functions, on tensors."""
-    gl = SimpleNamespace(
-        minimum=min, maximum=max, where=lambda c, x, y: x if c else y, cast=lambda x, _: x, int32=torch.int32,
-        arange=lambda begin, end, _: torch.arange(begin, end), zeros=lambda shape, *_: torch.zeros(shape),
-        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, multiple_of=lambda x, _: x,
-        max_constancy=lambda x, _: x, int64=None, constexpr=None,
-    )  # fmt: skip
-    for module in (scheduler, dbias_reduce):
-        monkeypatch.setattr(module, "gl", gl)
-    for name in (
-        "head_and_tile",
-        "heads_at_once",
-        "groups_per_broadcast",
-        "groups",
-        "listed_head_and_tile",
-        "tile_of_mask",
-    ):
-        monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
+    gl = gluon(multiple_of=lambda x, _: x, max_constancy=lambda x, _: x)
+    kernel_stubs.replace(monkeypatch, scheduler, dbias_reduce, gl=gl)
+    names = "head_and_tile heads_at_once groups_per_broadcast groups listed_head_and_tile tile_of_mask"
+    as_python(monkeypatch, scheduler, names)
     monkeypatch.setattr(scheduler, "key_tile", lambda b, hk, n0, *_: SimpleNamespace(b=b, hk=hk, n0=n0))
-    for name in ("work_tile_of", "groups"):
-        found = getattr(scheduler, name)
-        monkeypatch.setattr(dbias_reduce, name, getattr(found, "fn", found))
+    as_python(monkeypatch, scheduler, "work_tile_of groups", dbias_reduce)
     return gl
 
 
@@ -90,7 +71,7 @@ def kernel_arguments(p):
     chosen = config.backward_config(p)
     c = backward_launch._compiled(p, chosen, 64, True, dbias.zeroes_ahead(p))
     sizes, _ = backward_launch._sizes(p, chosen, torch.device("meta"))
-    return sizes, SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
+    return sizes, numbers(c)
 
 
 @pytest.mark.parametrize(

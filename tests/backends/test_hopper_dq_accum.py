@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_stubs import as_python, gluon, replace
 
 from tilewise.layouts.checks import wavefronts
 from tilewise.layouts.nvmma import nvmma_shared_layout
@@ -21,11 +22,8 @@ TILES = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """The functions of the kernels as Python functions; that no register moves is for the compiler to check."""
-    gl = SimpleNamespace(convert_layout=lambda x, *_, **__: x, constexpr=lambda x: x, BlockedLayout=lambda *_: None)
-    monkeypatch.setattr(dq_accum, "gl", gl)
-    monkeypatch.setattr(dq_accum, "DQ_COLS", 32)
-    monkeypatch.setattr(dq_accum, "in_order", lambda _: None)
-    monkeypatch.setattr(dq_accum, "accumulator", lambda *_: None)
+    nothing = lambda *_: None  # noqa: E731
+    replace(monkeypatch, dq_accum, gl=gluon(), DQ_COLS=32, in_order=nothing, accumulator=nothing)
 
 
 def held(element, warp, register, rows, columns, warps):
@@ -133,8 +131,7 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
     copies = SimpleNamespace(commit_group=lambda: None, wait_group=wait_group)
     monkeypatch.setattr(dq_accum, "async_copy", copies)
     monkeypatch.setattr(dq_accum, "async_load", copy)
-    for name in ("in_rows", "strips_at"):
-        monkeypatch.setattr(dq_accum, name, getattr(dq_accum, name).fn)
+    as_python(monkeypatch, dq_accum, "in_rows strips_at")
     dq = torch.zeros(B, H, M, D)
     layout = SimpleNamespace(pointer=Pointer(0), stride0=H * M * D, stride1=M * D, stride2=D)
     places, written = sizes.zeroed * group * sizes.row_tiles, 0
@@ -182,11 +179,7 @@ def test_dbias_is_cast_once_and_nothing_beside_it(monkeypatch, shape):
         assert cast[at[mask]].eq(7).all()
         cast[at[mask]] = found[mask]
 
-    gl = SimpleNamespace(
-        BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None, int64=torch.int64, cast=lambda x, _: x,
-        cdiv=lambda x, y: -(-x // y), load=load, store=store, arange=lambda begin, end, _: torch.arange(begin, end),
-    )  # fmt: skip
-    monkeypatch.setattr(dq_accum, "gl", gl)
+    monkeypatch.setattr(dq_accum, "gl", gluon(load=load, store=store))
     monkeypatch.setattr(dq_accum, "CAST_ROWS", rows := dq_accum.CAST_ROWS.value)
     monkeypatch.setattr(dq_accum, "CAST_COLS", cols := dq_accum.CAST_COLS.value)
     strided = SimpleNamespace(pointer=0, stride1=queries * width, stride2=width)

@@ -7,8 +7,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import kernel_stubs
 import pytest
 import torch
+from kernel_stubs import as_python, gluon, numbers
 from torch import Tensor
 from varlen_helpers import HALF, Lengths
 
@@ -152,7 +154,7 @@ def sums_before(x: Call, lag: int) -> tuple[Tensor, Tensor, Any, Any]:
     problem, inputs = x.read()
     outputs = Outputs(inputs.q, inputs.q[..., 0].float())
     run = HopperBackward(problem, inputs, outputs, outputs, Needs(True, True, True, False))
-    c = SimpleNamespace(**{name: value.value for name, value in run.main.numbers[2]._asdict().items()})
+    c = numbers(run.main.numbers[2])
     value_dim, sizes, *rest = run.before.numbers
     assert sizes.zeroed == 1 << 29  # all, by heads of this dimension
     c.ZEROED_BY_TILE = True
@@ -331,9 +333,8 @@ def test_each_sum_is_zeroed_once_and_before(interpreter, monkeypatch, lengths, l
     before, sums, sizes, c = interpreter(sums_before, Call(lengths, causal=True), lag)
     sums, times = [SumOfHead(*row) for row in sums.tolist()], before.to(torch.int32)
     counted, waited = {}, []
-    gl = SimpleNamespace(
-        BlockedLayout=lambda *_: None, cast=lambda x, _: x, int64=None, float32=None, arange=lambda *_: 0,
-        zeros=lambda shape, *_: shape[0], minimum=min, cdiv=lambda a, b: -(-a // b),
+    gl = gluon(
+        arange=lambda *_: 0, zeros=lambda shape, *_: shape[0],
         store=lambda at, n: times.view(-1)[at : at + n].add_(1),
     )  # fmt: skip
     stubs = {
@@ -344,8 +345,7 @@ def test_each_sum_is_zeroed_once_and_before(interpreter, monkeypatch, lengths, l
         "count_up": lambda at: counted.setdefault(at, []).append(t),
         "wait_count": lambda at, count: waited.append((at, count)),
     }
-    for name, stub in stubs.items():
-        monkeypatch.setattr(dq_accum, name, stub)
+    kernel_stubs.replace(monkeypatch, dq_accum, **stubs)
     x, later = SimpleNamespace(tile_list=None), 0
     for t, of in enumerate(sums):
         dq_accum.zero_ahead.fn(t, x, 0, None, sizes, c)
@@ -538,20 +538,16 @@ def test_a_bias_of_the_keys_is_that_of_the_sequence(monkeypatch):
             self.copy_(x)
 
     left, full = [], []
-    gl = SimpleNamespace(
-        arange=lambda begin, end, _: torch.arange(begin, end), cast=lambda x, _: x, int64=torch.int64,
-        float32=torch.float32, SliceLayout=lambda *_: None, BlockedLayout=lambda *_: None, constexpr=lambda x: x,
+    gl = gluon(
         load=lambda at, mask, other: torch.where(mask, at, other),
         store=lambda at, x, mask: left.append((at[mask].tolist(), x[mask].tolist())),
-        sum=lambda x, axis: x.sum(axis), convert_layout=lambda x, _, assert_trivial: x,
     )  # fmt: skip
-    monkeypatch.setattr(key_bias, "gl", gl)
-    monkeypatch.setattr(key_bias, "accumulator", lambda *_: None)
-    monkeypatch.setattr(key_bias, "LOG2E", 1.0)
-    monkeypatch.setattr(key_bias, "warps_barrier", lambda: None)
-    monkeypatch.setattr(key_bias, "bias_of_keys", key_bias.bias_of_keys.fn)
-    monkeypatch.setattr(key_bias, "in_units", lambda bias, inverse: bias * inverse)
-    monkeypatch.setattr(key_bias, "mbarrier", SimpleNamespace(arrive=lambda at, count: full.append((at, count))))
+    kernel_stubs.replace(
+        monkeypatch, key_bias, gl=gl, accumulator=lambda *_: None, LOG2E=1.0, warps_barrier=lambda: None,
+        in_units=lambda bias, inverse: bias * inverse,
+        mbarrier=SimpleNamespace(arrive=lambda at, count: full.append((at, count))),
+    )  # fmt: skip
+    as_python(monkeypatch, key_bias, "bias_of_keys")
     c = SimpleNamespace(BLOCK_N=64, SUBTILE_M=64, WARPS=8, BIAS_GROUP=2, SHARES_KEYS=False, ORDERED=False)
     sizes = SimpleNamespace(kv_heads=2, group=2, keys=1000)
     work = SimpleNamespace(b=0, h=torch.tensor(3), n0=64, seq=SeqInfo(70, 200, 10, 100, 90))

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import hopper_values_child
+import kernel_stubs
 import pytest
 import torch
+from kernel_stubs import as_python, gluon, numbers
 
 from tilewise.spec import relative as distances_of
 from tilewise.spec import tiles
 from tilewise.spec.operands import PART_WORDS, PartOperands, TensorSpec
-from tilewise.spec.problem import Problem
 from tilewise.spec.relative import Relative, gather, scatter, skewed, tile_kind
 from tilewise.spec.score import Band, Distances, Score
 
@@ -40,9 +41,8 @@ VALUES = PART_WORDS["query"]
 
 def problem(M, N, lo, count, band=None, dim=128, reverse=False, outside="zero", grad=True, **more):
     """Values of each of six query heads."""
-    return Problem(
-        device="cuda", capability=(9, 0), dtype=BRAIN, batch=2, heads=6, kv_heads=2, queries=M, keys=N, head_dim=dim,
-        value_dim=dim,
+    return kernel_stubs.problem(
+        2, 6, 2, M, N, dim,
         score=Score(0.1, None, band or Band(), query=Distances("query", lo, count, reverse, outside)),
         parts=PartOperands(query=TensorSpec(BRAIN, 2, 6, M, count), grads=("query",) if grad else ()), **more,
     )  # fmt: skip
@@ -75,11 +75,6 @@ PROBLEMS = [
 ]
 
 
-def numbers(terms):
-    """With plain numbers in place of constants of the compiler."""
-    return SimpleNamespace(**{name: getattr(x, "value", x) for name, x in terms._asdict().items()})
-
-
 def forward_arguments(p):
     """``(terms, sizes, c)``."""
     p = values.as_matrix(p)
@@ -103,57 +98,29 @@ class Tile(torch.Tensor):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """The functions of the kernels as Python functions."""
-    gl = MagicMock()
-    gl.minimum, gl.maximum, gl.cdiv = min, max, lambda x, y: -(-x // y)
-    gl.where = lambda condition, x, y: (
-        torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else x if condition else y
-    )
-    gl.arange = lambda start, end, layout: torch.arange(start, end).as_subclass(Tile)
-    gl.convert_layout = lambda x, layout, assert_trivial: x
-    gl.to_tensor = gl.cast = lambda x, *_: x
-    gl.program_id, gl.static_range = lambda axis: 0, range
-    modules = (
-        relative,
-        tile_scheduler,
-        backward_kernel,
-        backward_scheduler,
-        bias_tiles,
-        forward_kernel,
-        range_tiles,
-        score,
-    )
-    for module in modules:
-        monkeypatch.setattr(module, "gl", gl)
+    arange = lambda start, end, layout: torch.arange(start, end).as_subclass(Tile)  # noqa: E731
+    gl = MagicMock(**vars(gluon(arange=arange, zeros=MagicMock())))
+    modules = backward_kernel, backward_scheduler, forward_kernel, range_tiles, score
+    kernel_stubs.replace(monkeypatch, relative, tile_scheduler, bias_tiles, *modules, gl=gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
     monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
-    monkeypatch.setattr(relative, "reach", distances_of.reach)
-    monkeypatch.setattr(relative, "state", distances_of.state)
-    found = {
-        name: getattr(module, name).fn
-        for module, names in (
-            (relative, ("range_state", "column_of", "in_range")),
-            (tile_scheduler, ("head_at", "work_tile_at", "work_tile_count", "entry_at", "first_entry", "first_full")),
-            (bias_tiles, ("first_below_range", "first_not_inside", "without_range", "bias_box")),
-        )
-        for name in names
-    }
-    for module in (relative, tile_scheduler, bias_tiles, forward_kernel):
-        for name, function in found.items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, function)
-    for name in ("range_state", "column_of", "in_range"):
-        monkeypatch.setattr(range_tiles, name, found[name])
-    for module in (bias_tiles, range_tiles):
-        monkeypatch.setattr(module, "box_of", packed.box_of.fn)
+    kernel_stubs.replace(monkeypatch, relative, reach=distances_of.reach, state=distances_of.state)
+    as_python(monkeypatch, relative, "range_state column_of in_range", range_tiles)
+    for module, names in (
+        (relative, "range_state column_of in_range"),
+        (tile_scheduler, "head_at work_tile_at work_tile_count entry_at first_entry first_full"),
+        (bias_tiles, "first_below_range first_not_inside without_range bias_box"),
+    ):
+        for name in names.split():
+            users = (relative, tile_scheduler, bias_tiles, forward_kernel)
+            as_python(monkeypatch, module, name, *(user for user in users if hasattr(user, name)))
+    as_python(monkeypatch, packed, "box_of", bias_tiles, range_tiles)
     monkeypatch.setattr(packed, "RAGGED_AXIS", 1 << 30)
-    monkeypatch.setattr(relative, "first_column", packed_values.first_column.fn)
-    for name in ("FRONT", "STEP"):
-        monkeypatch.setattr(packed_values, name, getattr(packed_values, name).value)
-    for name in ("tile_state", "corner_of", "next_corner", "without_range", "places", "gradient_state"):
-        monkeypatch.setattr(range_tiles, name, getattr(range_tiles, name).fn)
+    as_python(monkeypatch, packed_values, "first_column", relative)
+    as_python(monkeypatch, packed_values, "FRONT STEP")
+    as_python(monkeypatch, range_tiles, "tile_state corner_of next_corner without_range places gradient_state")
     monkeypatch.setattr(range_tiles, "minus_zero", lambda: -0.0)
-    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "key_tile"):
-        monkeypatch.setattr(backward_scheduler, name, getattr(backward_scheduler, name).fn)
+    as_python(monkeypatch, backward_scheduler, "head_and_tile heads_at_once groups_per_broadcast key_tile")
     for module in (relative, bias_tiles, range_tiles):
         monkeypatch.setattr(module, "CUT", distances_of.CUT)
     for name in ("reach", "state", "INSIDE"):
@@ -296,12 +263,8 @@ def test_the_backwards_loops(monkeypatch, p, dim):
     names = "accumulator slot_of use_of wait_full warps_barrier operand counters_at signal_stored wait_zeroed sums_of"
     for name in (*names.split(), "hide_keys", "fence_async_shared", "drop_what_is_not_finite"):
         monkeypatch.setattr(backward_kernel, name, MagicMock())
-    for name in ("entry_at", "steps_of", "tile_list_of"):
-        monkeypatch.setattr(backward_kernel, name, getattr(backward_scheduler, name).fn)
-    for name in ("corner_of", "next_corner"):
-        monkeypatch.setattr(backward_kernel, name, getattr(range_tiles, name))
-    monkeypatch.setattr(backward_kernel, "begin_of_part", range_tiles.begin_of_part.fn)
-    monkeypatch.setattr(backward_kernel, "part_name", range_tiles.part_name.fn)
+    as_python(monkeypatch, backward_scheduler, "entry_at steps_of tile_list_of", backward_kernel)
+    as_python(monkeypatch, range_tiles, "corner_of next_corner begin_of_part part_name", backward_kernel)
     monkeypatch.setattr(backward_kernel, "ABSENT", 0)
 
     def start(step, corner, how="any"):

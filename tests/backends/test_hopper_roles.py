@@ -9,6 +9,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from kernel_stubs import gluon
 
 pytest.importorskip("triton")
 
@@ -146,8 +147,6 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
     roles, added, counted, stored, kept, left, left_from = Roles(late), [], [], [], [], [], []
     keys, values = (Pipeline(None, Barriers(stages), Barriers(stages)) for stages in (key_stages, value_stages))
     seq = SeqInfo(0, 0, 64 * entries, 64, 0)
-    gl = SimpleNamespace(static_range=range, minimum=min, program_id=lambda _: 0, to_tensor=lambda x: x,
-                         static_assert=lambda *_: None)  # fmt: skip
 
     def fill_at(pipeline, slot, use, source, place):
         roles.wait(pipeline.empty.index(slot), (use & 1) ^ 1)
@@ -160,7 +159,7 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
             left_from.append(slot.value)
 
     stubs = {
-        "gl": gl,
+        "gl": gluon(),
         "mbarrier": roles,
         "fill_at": fill_at,
         "box_of": lambda first, count, b, h, row, c: [b, h, row, 0],

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kernel_stubs import as_python, band_terms, gluon, numbers, problem, replace
 
 from tilewise.spec import tiles
-from tilewise.spec.operands import TensorSpec
-from tilewise.spec.problem import Problem
-from tilewise.spec.score import Band, Score
+from tilewise.spec.score import Band
 
 pytest.importorskip("triton")
 
@@ -26,26 +25,15 @@ CAUSAL, LEFT, WINDOW = Band(None, 0), Band(-100, None), Band(-100, 30)
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """The function of the kernel as a Python function."""
-    gl = SimpleNamespace(minimum=min, maximum=max, where=lambda c, x, y: x if c else y, constexpr=lambda x: x)
-    monkeypatch.setattr(tile_scheduler, "gl", gl)
-    monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
-    monkeypatch.setattr(tile_scheduler, "head_at", tile_scheduler.head_at.fn)
+    replace(monkeypatch, tile_scheduler, gl=gluon(), key_tiles=tiles.key_tiles)
+    as_python(monkeypatch, tile_scheduler, "head_at")
 
 
 def known(B, H, Hkv, M, N, band, bias=None, programs=132, D=128):
     """What the kernel knows: terms, sizes and what is compiled."""
-    shape = {"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}
-    problem = Problem(
-        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
-        head_dim=D, value_dim=D, score=Score(0.1, None, band), bias_grad=False, deterministic=False,
-        bias=None if bias is None else TensorSpec(torch.bfloat16, *(shape[axis] for axis in bias)),
-    )  # fmt: skip
-    config = forward_config(problem)
-    sizes = launch._sizes(problem, config, programs)
-    c = launch._compiled(problem, config, True)
-    c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
-    lo, hi = tiles.limits(band)
-    return SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None), sizes, c
+    p = problem(B, H, Hkv, M, N, D, band, bias=bias)
+    config = forward_config(p)
+    return band_terms(band), launch._sizes(p, config, programs), numbers(launch._compiled(p, config, True))
 
 
 def walk(*problem):
@@ -115,12 +103,11 @@ def test_a_packed_tile_counts_from_the_ends_of_its_sequence(monkeypatch, M, N, b
     """The visits of a tile of queries of a sequence hold all keys that it sees."""
     seq = SeqInfo(1000, 2000, M, N, N - M)
     monkeypatch.setattr(tile_scheduler, "listed_tile_and_head", lambda tiles, t, heads, block, by_keys: (seq, t, 1, 5))
-    lo, hi = tiles.limits(band)
-    terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=band.lo is not None, HAS_HI=band.hi is not None)
+    terms = band_terms(band)
     c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, PACKED=True, UNDERFLOWS=False, MASK=False)
     sizes = SimpleNamespace(row_tiles=99, heads=4)
     row, col = torch.arange(M)[:, None] + N - M, torch.arange(N)
-    seen = (col - row <= hi) & (col - row >= lo)
+    seen = (col - row <= terms.hi) & (col - row >= terms.lo)
     for t in range(-(-M // 128)):
         tile = tile_scheduler.work_tile_at.fn(t, SimpleNamespace(tile_list=None), terms, sizes, c)
         assert (tile.seq, tile.h, tile.row0) == (seq, 1, 128 * t)

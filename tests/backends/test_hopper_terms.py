@@ -10,12 +10,13 @@ import itertools
 import math
 from types import SimpleNamespace
 
+import kernel_stubs
 import pytest
 import torch
+from kernel_stubs import as_python, gluon, numbers, replace
 
 from tilewise.spec import reference
 from tilewise.spec.operands import TensorSpec
-from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
 pytest.importorskip("triton")
@@ -35,9 +36,8 @@ LEAST = torch.finfo(torch.bfloat16).min
 
 
 def problem(bias=None, mask=None, scale=0.3, cap=None):
-    return Problem(
-        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=KV_HEADS, queries=M, keys=N,
-        head_dim=64, value_dim=64, score=Score(scale, cap, Band()), bias_grad=bias is not None,
+    return kernel_stubs.problem(
+        B, H, KV_HEADS, M, N, score=Score(scale, cap, Band()), bias_grad=bias is not None,
         bias=None if bias is None else TensorSpec(torch.bfloat16, *bias),
         mask=None if mask is None else TensorSpec(torch.bool, *mask),
     )  # fmt: skip
@@ -51,26 +51,19 @@ def compiled(p):
         launch._nan_fixup(p, config.forward_config(p)),
         backward_launch._compiled(p, chosen, config.backward_width(p), False),
     )
-    return [SimpleNamespace(**{name: x.value for name, x in c._asdict().items()}) for c in found]
+    return [numbers(c) for c in found]
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """The functions of the kernels as Python functions, of tensors."""
-    gl = SimpleNamespace(
-        exp2=torch.exp2, abs=torch.abs, where=torch.where, maximum=torch.maximum, sum=torch.sum, int64=None,
-        max=lambda x, axis: x.amax(axis), cast=lambda x, dtype: x, constexpr=score.gl.constexpr,
-    )  # fmt: skip
-    for module in (score, softmax, m_subtiles):
-        monkeypatch.setattr(module, "gl", gl)
+    gl = gluon(abs=torch.abs, maximum=torch.maximum, max=lambda x, axis: x.amax(axis), constexpr=score.gl.constexpr)
+    replace(monkeypatch, score, softmax, m_subtiles, gl=gl)
     monkeypatch.setattr(kernels.score, "tl", gl)
     monkeypatch.setattr(softmax, "REDUCES_IN_TREES", False)
-    monkeypatch.setattr(softmax, "SLACK", softmax.SLACK.value)
-    for name in ("maxima_of_rows", "sums_of_rows"):
-        monkeypatch.setattr(softmax, name, getattr(softmax, name).fn)
-    for name in ("softcap", "softcap_derivative"):
-        monkeypatch.setattr(score, name, getattr(score, name).fn)
-    monkeypatch.setattr(m_subtiles, "score_tile", score.score_tile.fn)
+    as_python(monkeypatch, softmax, "SLACK maxima_of_rows sums_of_rows")
+    as_python(monkeypatch, score, "softcap softcap_derivative")
+    as_python(monkeypatch, score, "score_tile", m_subtiles)
 
 
 @pytest.mark.parametrize("shape", BROADCASTS, ids=str)
@@ -139,7 +132,7 @@ def tiles_together(monkeypatch):
         taken.append(1)
         return takes(*arguments)
 
-    gl = SimpleNamespace(exp2=torch.exp2, maximum=least, where=torch.where, zeros=lambda *_: None, float32=None)
+    gl = gluon(maximum=least, zeros=lambda *_: None)
     stubs = {
         "gl": gl, "LOWEST_BASE": small_heads_kernel.LOWEST_BASE.value, "accumulator": lambda *_: None,
         "exceeds": exceeds,

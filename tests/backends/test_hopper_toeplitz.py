@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import hopper_toeplitz_child
+import kernel_stubs
 import pytest
 import torch
+from kernel_stubs import as_python, gluon, numbers
 
 from tilewise.backends import Needs, Outputs
 from tilewise.spec import tiles
 from tilewise.spec.operands import PartOperands, TensorSpec
-from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Far, Score
 
 pytest.importorskip("triton")
@@ -38,11 +39,10 @@ BRAIN, FLOAT = torch.bfloat16, torch.float32
 
 def problem(M, N, lo, hi, band=None, dim=64, linear=False, grad=True, heads=2, **more):
     """A vector for each of the query heads, which is one number up to the distance lo, and one from hi on."""
-    return Problem(
-        device="cuda", capability=(9, 0), dtype=BRAIN, batch=1, heads=heads, kv_heads=1, queries=M, keys=N,
-        head_dim=dim, value_dim=dim, score=Score(0.25, None, band or Band(), toeplitz=Far(lo, hi, linear)),
-        parts=PartOperands(toeplitz=TensorSpec(FLOAT, 1, heads, 1, M + N - 1), grads=("toeplitz",) if grad else ()),
-        **more,
+    vector = TensorSpec(FLOAT, 1, heads, 1, M + N - 1)
+    return kernel_stubs.problem(
+        1, heads, 1, M, N, dim, score=Score(0.25, None, band or Band(), toeplitz=Far(lo, hi, linear)),
+        parts=PartOperands(toeplitz=vector, grads=("toeplitz",) if grad else ()), **more,
     )  # fmt: skip
 
 
@@ -62,11 +62,6 @@ PROBLEMS = [
     problem(900, 1, -94, 94),
 ]
 IDS = [f"{p.queries}x{p.keys} {p.score.toeplitz} {p.score.band}" for p in PROBLEMS]
-
-
-def numbers(terms):
-    """With plain numbers in place of constants of the compiler."""
-    return SimpleNamespace(**{name: getattr(x, "value", x) for name, x in terms._asdict().items()})
 
 
 def forward_arguments(p):
@@ -102,26 +97,18 @@ class Tile(torch.Tensor):
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """The functions of the kernels as Python functions."""
-    gl = MagicMock()
-    gl.minimum, gl.maximum, gl.cdiv = min, max, lambda x, y: -(-x // y)
-    gl.where = lambda condition, x, y: (
-        torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else x if condition else y
-    )
-    gl.arange = lambda start, end, layout: torch.arange(start, end).as_subclass(Tile)
-    gl.convert_layout = lambda x, layout, assert_trivial: x
-    gl.to_tensor = gl.cast = lambda x, *_: x
-    gl.program_id = lambda axis: 0
-    gl.join = lambda x, y: torch.stack([x, y], -1)
-    gl.zeros = lambda shape, dtype, layout: torch.zeros(shape).as_subclass(Tile)
-    gl.zeros_like, gl.exp2, gl.float32 = torch.zeros_like, torch.exp2, FLOAT
-    gl.sum = lambda x, axis: x.sum(axis)
-    gl.broadcast = lambda x, y: [t.as_subclass(Tile) for t in torch.broadcast_tensors(x, y)]
-    for module in (tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score):
-        monkeypatch.setattr(module, "gl", gl)
+    gl = MagicMock(**vars(gluon(
+        arange=lambda start, end, layout: torch.arange(start, end).as_subclass(Tile),
+        join=lambda x, y: torch.stack([x, y], -1), zeros_like=torch.zeros_like,
+        zeros=lambda shape, dtype, layout: torch.zeros(shape).as_subclass(Tile),
+        broadcast=lambda x, y: [t.as_subclass(Tile) for t in torch.broadcast_tensors(x, y)],
+    )))  # fmt: skip
+    modules = tile_scheduler, backward_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient, score
+    kernel_stubs.replace(monkeypatch, *modules, gl=gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
     monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
-    monkeypatch.setattr(toeplitz_gradient, "in_words", mask_tiles.in_words.fn)
-    monkeypatch.setattr(toeplitz_tiles, "PAD", toeplitz_tiles.PAD.value)
+    as_python(monkeypatch, mask_tiles, "in_words", toeplitz_gradient)
+    as_python(monkeypatch, toeplitz_tiles, "PAD")
     functions = {
         tile_scheduler: "head_at work_tile_at work_tile_count entry_at first_entry first_full",
         toeplitz_tiles: "first_not_above first_below near_start far_start far_shift diagonal_of words",
@@ -130,15 +117,10 @@ def plain(monkeypatch):
     }
     for module, names in functions.items():
         for name in names.split():
-            function = getattr(module, name)
-            function = getattr(function, "fn", function)
-            for user in (tile_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient):
-                if hasattr(user, name):
-                    monkeypatch.setattr(user, name, function)
-    for module in (toeplitz_tiles, toeplitz_gradient):
-        monkeypatch.setattr(module, "anew", lambda x: x)
-    for name in ("head_and_tile", "heads_at_once", "groups_per_broadcast", "key_tile"):
-        monkeypatch.setattr(backward_scheduler, name, getattr(backward_scheduler, name).fn)
+            users = (tile_scheduler, forward_kernel, toeplitz_tiles, toeplitz_gradient)
+            as_python(monkeypatch, module, name, *(user for user in users if hasattr(user, name)))
+    kernel_stubs.replace(monkeypatch, toeplitz_tiles, toeplitz_gradient, anew=lambda x: x)
+    as_python(monkeypatch, backward_scheduler, "head_and_tile heads_at_once groups_per_broadcast key_tile")
 
 
 # --- which tiles read entries ---

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import hopper_toeplitz_child
+import kernel_stubs
 import pytest
 import torch
+from kernel_stubs import as_python, gluon
 
 from tilewise.backends import Inputs
 from tilewise.spec import tiles
 from tilewise.spec.bias_components import Parts
 from tilewise.spec.operands import PartOperands, TensorSpec
-from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Far, Score
 
 pytest.importorskip("triton")
@@ -36,11 +37,9 @@ SCALE = 0.25
 
 def problem(M=1500, N=1500, lo=0, hi=0, band=None, B=2, heads=4, kv_heads=2, dim=64, linear=True, shared=False, **more):
     vector = TensorSpec(FLOAT, 1 if shared else B, 1 if shared else heads, 1, M + N - 1)
-    return Problem(
-        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=heads, kv_heads=kv_heads, queries=M,
-        keys=N, head_dim=dim, value_dim=dim, score=Score(SCALE, None, band or Band(), toeplitz=Far(lo, hi, linear)),
-        **{"parts": PartOperands(toeplitz=vector, grads=("toeplitz",)), **more},
-    )  # fmt: skip
+    score = Score(SCALE, None, band or Band(), toeplitz=Far(lo, hi, linear))
+    more = {"parts": PartOperands(toeplitz=vector, grads=("toeplitz",)), "score": score, **more}
+    return kernel_stubs.problem(B, heads, kv_heads, M, N, dim, **more)
 
 
 def drawn(p, below, above):
@@ -190,21 +189,14 @@ class Memory:
 def plain(monkeypatch):
     """The functions of the schedulers as Python functions; small calls ask for a reach, too."""
     monkeypatch.setattr(toeplitz, "UNDERFLOW_FROM", 1024)
-    gl = SimpleNamespace(
-        minimum=min, maximum=max, where=lambda c, x, y: x if c else y, cdiv=lambda x, y: -(-x // y),
-        load=lambda pointer: pointer.numbers[pointer.at], constexpr=lambda x: x,
-    )  # fmt: skip
-    for module in (tile_scheduler, backward_scheduler):
-        monkeypatch.setattr(module, "gl", gl)
+    gl = gluon(load=lambda pointer: pointer.numbers[pointer.at])
+    kernel_stubs.replace(monkeypatch, tile_scheduler, backward_scheduler, gl=gl)
     monkeypatch.setattr(tile_scheduler, "key_tiles", tiles.key_tiles)
     monkeypatch.setattr(backward_scheduler, "query_tiles", tiles.query_tiles)
-    for module, names in (
-        (tile_scheduler, "head_at keys_within_reach work_tile_at entry_at first_entry first_full"),
-        (backward_scheduler, "head_and_tile heads_at_once groups_per_broadcast key_tile within_reach work_tile_of "
-                             "first_within_reach"),
-    ):  # fmt: skip
-        for name in names.split():
-            monkeypatch.setattr(module, name, getattr(module, name).fn)
+    names = "head_at keys_within_reach work_tile_at entry_at first_entry first_full"
+    as_python(monkeypatch, tile_scheduler, names)
+    names = "head_and_tile heads_at_once groups_per_broadcast key_tile within_reach work_tile_of first_within_reach"
+    as_python(monkeypatch, backward_scheduler, names)
 
 
 class Visit(NamedTuple):

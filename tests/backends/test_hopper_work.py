@@ -7,14 +7,14 @@ import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
+import kernel_stubs
 import pytest
 import torch
+from kernel_stubs import as_python, band_terms, gluon, numbers
 from pairwise import pairwise
 
 from tilewise.spec import tiles
-from tilewise.spec.operands import TensorSpec
-from tilewise.spec.problem import Problem
-from tilewise.spec.score import Band, Score
+from tilewise.spec.score import Band
 
 pytest.importorskip("triton")
 
@@ -30,37 +30,24 @@ from tilewise.backends.gluon.sm90.common import config
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
     """The functions of the kernels as Python functions."""
-    gl = SimpleNamespace(minimum=min, maximum=max, where=lambda c, x, y: x if c else y, constexpr=lambda x: x)
-    for module in (scheduler, dbias_reduce):
-        monkeypatch.setattr(module, "gl", gl)
+    kernel_stubs.replace(monkeypatch, scheduler, dbias_reduce, gl=gluon())
     monkeypatch.setattr(scheduler, "query_tiles", tiles.query_tiles)
-    for name in ("head_and_tile", "group_of", "heads_at_once", "key_tile", "groups_per_broadcast", "groups", "done_at",
-                 "head_of", "row_tile"):  # fmt: skip
-        monkeypatch.setattr(scheduler, name, getattr(scheduler, name).fn)
-    for module, name in ((dbias_reduce, "ROWS"), (dbias_reduce, "COLS")):
-        monkeypatch.setattr(module, name, getattr(module, name).value)
+    names = "head_and_tile group_of heads_at_once key_tile groups_per_broadcast groups done_at head_of row_tile"
+    as_python(monkeypatch, scheduler, names)
+    as_python(monkeypatch, dbias_reduce, "ROWS COLS")
 
 
 def problem(B, H, Hkv, M, N, bias, band=None, deterministic=False, mask=None, D=64):
-    sizes = {"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}
-    b, h, m, n = (sizes[axis] for axis in bias)
-    return Problem(
-        device="cuda", capability=(9, 0), dtype=torch.bfloat16, batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N,
-        head_dim=D, value_dim=D, score=Score(0.1, None, band or Band()), bias_grad=True, deterministic=deterministic,
-        bias=TensorSpec(torch.bfloat16, b, h, m, n),
-        mask=None if mask is None else TensorSpec(torch.bool, *(sizes[axis] for axis in mask)),
-    )  # fmt: skip
+    more = {"bias": bias, "bias_grad": True, "mask": mask, "deterministic": deterministic}
+    return kernel_stubs.problem(B, H, Hkv, M, N, D, band, **more)
 
 
 def kernel_arguments(p):
     """``(terms, sizes, c)`` with plain numbers in place of constants of the compiler."""
-    c = backward_launch._compiled(p, config.backward_config(p), p.head_dim, False)
+    c = numbers(backward_launch._compiled(p, config.backward_config(p), p.head_dim, False))
     sizes, groups = backward_launch._sizes(p, config.backward_config(p), torch.device("meta"))
-    lo, hi = tiles.limits(p.score.band)
-    terms = SimpleNamespace(lo=lo, hi=hi, HAS_LO=p.score.band.lo is not None, HAS_HI=p.score.band.hi is not None)
-    c = SimpleNamespace(**{name: value.value for name, value in c._asdict().items()})
     assert scheduler.groups(sizes, c) == groups
-    return terms, sizes, c
+    return band_terms(p.score.band), sizes, c
 
 
 BANDS = [None, Band(None, 3), Band(-200, 70), Band(-50, None), Band(300, 400)]
@@ -375,21 +362,15 @@ def lists_of_groups(monkeypatch, states, p):
         mask = torch.as_tensor(mask)
         lists.flatten()[torch.as_tensor(at)[mask]] = torch.as_tensor(value, dtype=torch.int32)[mask]
 
-    gl = SimpleNamespace(
-        **vars(scheduler.gl), int32=torch.int32, int64=None, load=load, store=store, static_range=range,
-        cast=lambda x, dtype: x, arange=lambda start, end, layout: torch.arange(start, end),
-        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), sum=torch.sum,
-        BlockedLayout=lambda *layout: layout, associative_scan=lambda x, axis, combine: torch.cumsum(x, axis),
-        program_id=lambda axis: group,
+    gl = gluon(
+        load=load, store=store, zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        associative_scan=lambda x, axis, combine: torch.cumsum(x, axis), program_id=lambda axis: group,
     )  # fmt: skip
-    for module in (scheduler, dbias_reduce, score):
-        monkeypatch.setattr(module, "gl", gl)
-    for name in ("step_of", "tile_of_mask", "work_tile_of"):
-        monkeypatch.setattr(dbias_reduce, name, getattr(scheduler, name).fn)
-    for name in ("_stored_by", "list_of_group"):
-        monkeypatch.setattr(dbias_reduce, name, getattr(dbias_reduce, name).fn)
+    kernel_stubs.replace(monkeypatch, scheduler, dbias_reduce, score, gl=gl)
+    as_python(monkeypatch, scheduler, "step_of tile_of_mask work_tile_of", dbias_reduce)
+    as_python(monkeypatch, dbias_reduce, "_stored_by list_of_group")
     monkeypatch.setattr(dbias_reduce, "LISTED", 4)  # fewer than there are tiles of queries
-    monkeypatch.setattr(scheduler, "mask_of", score.mask_of.fn)
+    as_python(monkeypatch, score, "mask_of", scheduler)
     terms, sizes, c = kernel_arguments(p)
     lists = torch.full((scheduler.groups(sizes, c), 1 + sizes.group * sizes.row_tiles), -1, dtype=torch.int32)
     for group in range(len(lists)):  # noqa: B007  (`program_id` reads it)
@@ -452,8 +433,7 @@ def test_a_program_has_no_work_before_it_runs(monkeypatch):
         "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None),
         "hand_out_tile_index": lambda _, nth, tile_index: handed.append((nth, tile_index)),
     }  # fmt: skip
-    for name, stub in stubs.items():
-        monkeypatch.setattr(producers, name, stub)
+    kernel_stubs.replace(monkeypatch, producers, **stubs)
     producers.load.fn(None, None, None, None, None, None, SimpleNamespace(DYNAMIC=True))
     assert loaded == [2, 3, 4, 5]
     assert handed == [(0, 2), (1, 3), (2, 4), (3, 5), (4, 6)]
