@@ -32,12 +32,10 @@ def each(cases):
     Case((3, 5, 37), dim=dim, dtype=dtype, bias=bias, mask=mask, layout=layout)
     for n, (dim, dtype) in enumerate((d, t) for d in (-1, 1, 0) for t in (HALF, FLOAT))
     for bias, mask, layout in (
-        (None, None, "contiguous"),
-        (AXES[n], None, "transposed"),
-        (AXES[n + 1], AXES[n], "sliced"),
+        (None, None, "contiguous"), (AXES[n], None, "transposed"), (AXES[n + 1], AXES[n], "sliced"),
         (AXES[-1 - n], AXES[n + 1], "expanded"),
     )
-)
+)  # fmt: skip
 def test_axes_and_layouts(interpreter, case):
     interpreter(check_kernels, case)
 

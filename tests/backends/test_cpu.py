@@ -71,18 +71,10 @@ def test_lengths(M, N):
     FLOATS,
     [None, "bhmn", "1hmn"],
     [
-        {},
-        {"causal": True},
-        {"causal": True, "M": 53},
-        {"window": (9, 3)},
-        {"window": (None, 4), "mask": "11mn"},
-        {"softcap": 1.5},
-        {"mask": "b11n"},
-        {"mask": "bhmn", "causal": True},
-        {"scale": 0.3},
-        {"Dv": 5},
+        {}, {"causal": True}, {"causal": True, "M": 53}, {"window": (9, 3)}, {"window": (None, 4), "mask": "11mn"},
+        {"softcap": 1.5}, {"mask": "b11n"}, {"mask": "bhmn", "causal": True}, {"scale": 0.3}, {"Dv": 5},
     ],
-)
+)  # fmt: skip
 def test_terms(route, dtype, bias, terms):
     check(case(**{**SMALL, **terms}, dtype=dtype, bias=bias), "cpu")
 

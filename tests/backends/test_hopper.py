@@ -85,10 +85,7 @@ def test_declines(change, reason):
         ({"head_dim": 192, "bias": MATRIX, "bias_grad": True, "score": Score(0.1, 20.0, Band())}, None),
         (
             {
-                "head_dim": 192,
-                "bias": MATRIX,
-                "bias_grad": True,
-                "score": Score(0.1, 20.0, Band()),
+                "head_dim": 192, "bias": MATRIX, "bias_grad": True, "score": Score(0.1, 20.0, Band()),
                 "deterministic": True,
             },
             "has no shared memory left past 128 dimensions for dbias of a bias that is shared, beside a softcap, with "
@@ -112,7 +109,7 @@ def test_declines(change, reason):
         ({"bias": replace(MATRIX, cols=433), "keys": 433, "bias_grad": True}, "writes dbias by TMA, in rows of"),
         ({"bias": replace(MATRIX, cols=433), "keys": 433, "bias_grad": True, "batch": 4}, None),
     ],
-)
+)  # fmt: skip
 def test_declines_backward(change, reason):
     problem = replace(PROBLEM, **change)
     plan = make_plan(problem)

@@ -51,15 +51,9 @@ def plain(monkeypatch):
 
 
 BANDS = [
-    Band(),
-    Band(None, 3),
-    Band(None, 193),
-    Band(None, 194),
-    Band(-200, 70),
-    Band(-50, None),
-    Band(300, 400),
+    Band(), Band(None, 3), Band(None, 193), Band(None, 194), Band(-200, 70), Band(-50, None), Band(300, 400),
     Band(-64, 0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)

@@ -188,22 +188,13 @@ def test_k_of_the_next_work_tile_comes_ahead(changes, ahead):
 @pytest.mark.parametrize(
     ("dim", "length", "changes", "turns", "later"),
     [
-        (64, 1024, {}, 32, True),
-        (64, 4096, {}, 16, True),
-        (64, 16384, {}, 4, True),
-        (128, 1024, {}, 16, True),
-        (128, 4096, {}, 8, True),
-        (128, 4096, {"kv_heads": 2}, 2, True),
-        (256, 4096, {}, 4, True),
-        (256, 16384, {}, 1, False),
-        (256, 10**6, {}, 1, False),
-        (64, 4096, CAUSAL, 16, False),
-        (128, 16384, CAUSAL, 8, False),
-        (128, 16384, WINDOW, 8, False),
-        (64, 16384, WINDOW, 8, False),
+        (64, 1024, {}, 32, True), (64, 4096, {}, 16, True), (64, 16384, {}, 4, True), (128, 1024, {}, 16, True),
+        (128, 4096, {}, 8, True), (128, 4096, {"kv_heads": 2}, 2, True), (256, 4096, {}, 4, True),
+        (256, 16384, {}, 1, False), (256, 10**6, {}, 1, False), (64, 4096, CAUSAL, 16, False),
+        (128, 16384, CAUSAL, 8, False), (128, 16384, WINDOW, 8, False), (64, 16384, WINDOW, 8, False),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_heads_are_swizzled_where_order_matters(dim, length, changes, turns, later):
     """As many as the L2 cache holds; without an order eight under a band, and no two without, nor in a window."""
     sizes = {"head_dim": dim, "value_dim": dim, "queries": length, "keys": length, "bias": None}

@@ -170,13 +170,10 @@ def test_each_tile_comes_once_and_in_the_order_of_the_list(plain, monkeypatch, m
 @pytest.mark.parametrize(
     ("B", "H", "Hkv", "bias", "dtype"),
     [
-        (4, 24, 24, "1h", torch.bfloat16),
-        (4, 48, 24, "1h", torch.bfloat16),
-        (4, 48, 24, "1k", torch.float32),
-        (60, 4, 4, "b1", torch.bfloat16),
-        (2, 60, 60, "1h", torch.float32),
+        (4, 24, 24, "1h", torch.bfloat16), (4, 48, 24, "1h", torch.bfloat16), (4, 48, 24, "1k", torch.float32),
+        (60, 4, 4, "b1", torch.bfloat16), (2, 60, 60, "1h", torch.float32),
     ],
-)
+)  # fmt: skip
 def test_programs_zero_dbias_before_it_is_added_to(plain, monkeypatch, B, H, Hkv, bias, dtype):
     """Every element once, by programs that began as much earlier as a GPU runs at once, but for what the host does."""
     p = problem(B, H, Hkv, bias, M=30, N=400, dtype=dtype)

@@ -200,16 +200,10 @@ def test_work_tiles_whose_keys_all_lanes_hide_have_no_step(monkeypatch, mask):
 @pytest.mark.parametrize(
     ("B", "Hkv", "N"),
     [
-        (43, 4, 776),
-        (300, 1, 768),
-        (32, 2, 4000),
-        (32, 1, 8000),
-        (64, 4, 255),
-        (128, 4, 128),
-        (256, 3, 128),
+        (43, 4, 776), (300, 1, 768), (32, 2, 4000), (32, 1, 8000), (64, 4, 255), (128, 4, 128), (256, 3, 128),
         (43, 4, 256),
     ],
-)
+)  # fmt: skip
 def test_heads_of_lanes_take_turns_in_the_sum_of_dq(monkeypatch, B, Hkv, N):
     """A head's place in the pipeline is zero when its programs add to it: those of lower numbers have finished the dQ
     of the head that had it, which programs of yet lower numbers have added up."""

@@ -31,16 +31,11 @@ def sparse_sum_of(
 @pytest.mark.parametrize(
     ("bias", "mask", "rows"),
     [
-        ((1, 1), (1, 1), True),
-        ((1, 1), (B, H), True),
-        ((1, 1), (B, HKV), False),
-        ((B, 1), (1, H), True),
-        ((1, H), (B, HKV), True),
-        ((1, HKV), (B, H), True),
-        ((1, HKV), (1, 1), False),
+        ((1, 1), (1, 1), True), ((1, 1), (B, H), True), ((1, 1), (B, HKV), False), ((B, 1), (1, H), True),
+        ((1, H), (B, HKV), True), ((1, HKV), (B, H), True), ((1, HKV), (1, 1), False),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_zeroed_and_read(interpreter, bias, mask, rows):
     """Tiles that one of the matrices of the mask shows, of those that share the bias; the others hold NaN."""
     generator = torch.Generator().manual_seed(B)

@@ -120,14 +120,10 @@ def test_patterns(interpreter, name):
 @pytest.mark.parametrize(
     ("M", "N", "name"),
     [
-        (1, 239, "bits"),
-        (1, 1, "window"),
-        (127, 129, "bits"),
-        (129, 127, "window"),
-        (239, 1, "bits"),
+        (1, 239, "bits"), (1, 1, "window"), (127, 129, "bits"), (129, 127, "window"), (239, 1, "bits"),
         (2, 300, "window"),
     ],
-)
+)  # fmt: skip
 def test_lengths(interpreter, M, N, name):
     interpreter(check, replace(USUAL, B=1, M=M, N=N), name, "triton")
 

@@ -207,12 +207,10 @@ def test_rows_that_see_nothing(interpreter, case):
 @each(
     Case(B=1, M=40, N=67, D=16, dtype=dtype, bias=bias, bias_hides=True, deterministic=deterministic, **terms)
     for bias, dtype, terms in (
-        ("bhmn", HALF, {}),
-        ("b11n", FLOAT, {"softcap": 2.0}),
-        ("1hm1", HALF, {"causal": True}),
+        ("bhmn", HALF, {}), ("b11n", FLOAT, {"softcap": 2.0}), ("1hm1", HALF, {"causal": True}),
     )
     for deterministic in (False, True)
-)
+)  # fmt: skip
 def test_bias_that_hides(interpreter, case):
     interpreter(check, case, "triton")
 
@@ -232,12 +230,9 @@ HIDERS = (
     Case(B=1, H=2, Hkv=1, M=20, N=90, D=16, dtype=dtype, planted=planted, deterministic=deterministic, **terms)
     for terms in HIDERS
     for dtype, planted, deterministic in (
-        (HALF, math.nan, False),
-        (HALF, math.inf, True),
-        (FLOAT, -math.inf, False),
-        (HALF, math.nan, True),
+        (HALF, math.nan, False), (HALF, math.inf, True), (FLOAT, -math.inf, False), (HALF, math.nan, True),
     )
-)
+)  # fmt: skip
 def test_hidden_keys_that_are_not_finite(interpreter, case):
     interpreter(check, case, "triton")
 

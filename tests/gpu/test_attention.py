@@ -89,18 +89,11 @@ def test_every_remainder(hold, terms, quarter):
     replace(USUAL, dtype=dtype, D=D, M=431, N=577, causal=causal, window=window, softcap=softcap, bias=bias)
     for dtype, D in ((BRAIN, 64), (BRAIN, 128), (HALF, 128))
     for causal, window, softcap, bias in (
-        (False, None, None, None),
-        (False, None, None, "bhmn"),
-        (False, None, None, "1hmn"),
-        (False, None, 2.0, None),
-        (True, None, None, None),
-        (True, None, None, "1hmn"),
-        (True, (100, None), 2.0, "b11n"),
-        (False, (60, 20), None, "1hm1"),
-        (False, (0, 0), None, None),
-        (False, (None, 30), 2.0, "bhmn"),
+        (False, None, None, None), (False, None, None, "bhmn"), (False, None, None, "1hmn"), (False, None, 2.0, None),
+        (True, None, None, None), (True, None, None, "1hmn"), (True, (100, None), 2.0, "b11n"),
+        (False, (60, 20), None, "1hm1"), (False, (0, 0), None, None), (False, (None, 30), 2.0, "bhmn"),
     )
-)
+)  # fmt: skip
 def test_terms(hold, case):
     hold(case)
 

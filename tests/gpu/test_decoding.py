@@ -61,13 +61,10 @@ def test_mask_broadcasts(mask):
     replace(USUAL, M=M, dtype=dtype, causal=causal, window=window, softcap=softcap, bias=bias)
     for M, dtype in ((1, BRAIN), (7, HALF), (2, FLOAT))
     for causal, window, softcap, bias in (
-        (True, None, None, None),
-        (True, (100, None), 2.0, "b11n"),
-        (False, (60, 20), None, "1hm1"),
-        (False, (0, 0), None, None),
-        (False, (None, 30), 2.0, "bhmn"),
+        (True, None, None, None), (True, (100, None), 2.0, "b11n"), (False, (60, 20), None, "1hm1"),
+        (False, (0, 0), None, None), (False, (None, 30), 2.0, "bhmn"),
     )
-)
+)  # fmt: skip
 def test_terms(case):
     check_all(case)
 
@@ -76,16 +73,11 @@ def test_terms(case):
     replace(USUAL, H=H, M=3, D=D, Dv=Dv, dtype=dtype, **terms)
     for H in (2, 8)
     for D, Dv, dtype, terms in (
-        (8, 8, BRAIN, {}),
-        (40, 72, BRAIN, {"bias": "1hmn"}),
-        (128, 128, BRAIN, {"causal": True}),
-        (192, 128, HALF, {"bias": "bhmn"}),
-        (256, 256, BRAIN, {"bias": "1h1n"}),
-        (256, 256, FLOAT, {"mask": "b1mn"}),
-        (128, 64, FLOAT, {}),
-        (13, 7, HALF, {"bias": "b11n"}),
+        (8, 8, BRAIN, {}), (40, 72, BRAIN, {"bias": "1hmn"}), (128, 128, BRAIN, {"causal": True}),
+        (192, 128, HALF, {"bias": "bhmn"}), (256, 256, BRAIN, {"bias": "1h1n"}), (256, 256, FLOAT, {"mask": "b1mn"}),
+        (128, 64, FLOAT, {}), (13, 7, HALF, {"bias": "b11n"}),
     )
-)
+)  # fmt: skip
 def test_head_dimensions(case):
     check_all(case)
 

@@ -432,15 +432,11 @@ def test_attention_compiles_without_a_graph_break(kind):
 @pytest.mark.parametrize(
     "name",
     [
-        "InklingForConditionalGeneration",
-        "Inkling2ForConditionalGeneration",
-        "T5EncoderModel",
-        "MusicgenForConditionalGeneration",
-        "BloomForSequenceClassification",
-        "MptForSequenceClassification",
+        "InklingForConditionalGeneration", "Inkling2ForConditionalGeneration", "T5EncoderModel",
+        "MusicgenForConditionalGeneration", "BloomForSequenceClassification", "MptForSequenceClassification",
         "DebertaV2ForMaskedLM",
     ],
-)
+)  # fmt: skip
 def test_models_around_those_that_are_known(name):
     """Every submodel runs by "tilewise"; made without memory."""
     cls = getattr(transformers, name)

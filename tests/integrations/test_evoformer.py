@@ -232,12 +232,9 @@ def test_evoformer_dtypes(dtype):
 
 S = 6
 MASKS = {
-    "none": None,
-    "of each structure": (B, S),
-    "shared by samples": (B, 1, S),
-    "of each sample": (B, 3, S),
+    "none": None, "of each structure": (B, S), "shared by samples": (B, 1, S), "of each sample": (B, 3, S),
     "five dimensions": (B, 1, 1, 1, S),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mask", MASKS)

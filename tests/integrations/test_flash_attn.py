@@ -106,10 +106,8 @@ def test_dtypes(dtype):
 
 
 BIASES = {
-    "one for all": (1, H, M, N),
-    "of each sequence": (B, 1, 1, N),
-    "two dimensions": (M, N),
-}
+    "one for all": (1, H, M, N), "of each sequence": (B, 1, 1, N), "two dimensions": (M, N),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("slopes", [False, True])

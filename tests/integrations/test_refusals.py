@@ -61,17 +61,10 @@ def test_a_model_with_an_attention_of_its_own_is_refused(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "BertModel",
-        "GPT2Model",
-        "LlamaModel",
-        "T5Model",
-        "CLIPModel",
-        "SiglipModel",
-        "AriaModel",
-        "MambaModel",
+        "BertModel", "GPT2Model", "LlamaModel", "T5Model", "CLIPModel", "SiglipModel", "AriaModel", "MambaModel",
         "FNetModel",
     ],
-)
+)  # fmt: skip
 def test_other_models_are_not_refused(name):
     assert make(name, "tilewise").config._attn_implementation == "tilewise"
 

@@ -76,14 +76,10 @@ def held(size, edges, bias, programs):
 @pytest.mark.parametrize(
     ("size", "edges", "bias", "programs"),
     [
-        ((29, 8, 20), "clip", (1, 3), 1),
-        ((29, 8, 20), "shift", (2, 1), 1000),
-        ((21, 8, 13), "shift", (1, 1), 1),
-        ((14, 3, 10), "clip", (2, 3), 1),
-        ((11, 4, 16), "shift", (1, 3), 1000),
-        ((9, 4, 4), "clip", (1, 1), 1),
+        ((29, 8, 20), "clip", (1, 3), 1), ((29, 8, 20), "shift", (2, 1), 1000), ((21, 8, 13), "shift", (1, 1), 1),
+        ((14, 3, 10), "clip", (2, 3), 1), ((11, 4, 16), "shift", (1, 3), 1000), ((9, 4, 4), "clip", (1, 1), 1),
     ],
-)
+)  # fmt: skip
 def test_windows(interpreter, size, edges, bias, programs):
     interpreter(held, size, edges, bias, programs)
 
@@ -308,15 +304,10 @@ def test_the_operators(interpreter):
 @pytest.mark.parametrize(
     ("changes", "geometry"),
     [
-        ({}, (64, 128)),
-        ({}, (32, 512)),
-        ({"dtype": torch.float64}, (32, 128)),
-        ({"D": 256}, (32, 128)),
-        ({"k": torch.float16}, (32, 128)),
-        ({"bias": torch.float64}, (32, 128)),
-        ({"N": 0}, (32, 128)),
+        ({}, (64, 128)), ({}, (32, 512)), ({"dtype": torch.float64}, (32, 128)), ({"D": 256}, (32, 128)),
+        ({"k": torch.float16}, (32, 128)), ({"bias": torch.float64}, (32, 128)), ({"N": 0}, (32, 128)),
     ],
-)
+)  # fmt: skip
 def test_others_are_calls_of_attention(changes, geometry, monkeypatch):
     monkeypatch.setattr(config, "_runs_kernels", lambda device: True)
     shape = (1, 2, changes.get("N", 64), changes.get("D", 32))

@@ -209,12 +209,8 @@ def returns_nan(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, causal: bool) -> 
 
 WRONG_FORWARDS = [forgets_the_bias, confuses_causality, returns_nan]
 DEFECTS = [
-    *WRONG_FORWARDS,
-    gives_the_bias_no_gradient,
-    doubles_the_bias_gradient,
-    scales_the_key_gradient,
-    shifts_the_scale,
-]
+    *WRONG_FORWARDS, gives_the_bias_no_gradient, doubles_the_bias_gradient, scales_the_key_gradient, shifts_the_scale,
+]  # fmt: skip
 
 
 # Training

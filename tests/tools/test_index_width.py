@@ -179,12 +179,9 @@ def summed() -> Compared:
 
 
 CALLS = [
-    *((taken, axis) for axis in (2, 3)),
-    (summed,),
-    *((windows, at) for at in (0, 2)),
-    (values,),
+    *((taken, axis) for axis in (2, 3)), (summed,), *((windows, at) for at in (0, 2)), (values,),
     *((attention, at) for at in (1, 3)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: " ".join([call[0].__name__, *map(str, call[1:])]))

@@ -482,12 +482,10 @@ def test_the_output_has_the_layout_of_q(heads_first, backend):
 @pytest.mark.parametrize(
     ("dtype", "statistics"),
     [
-        (torch.float16, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
+        (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float32),
         (torch.float64, torch.float64),
     ],
-)
+)  # fmt: skip
 def test_dtypes_of_outputs_and_gradients(dtype, statistics):
     q, k, v = tensors(dtype=dtype)
     bias = torch.randn(4, 5, 7, dtype=torch.float32, requires_grad=True)

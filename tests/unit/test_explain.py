@@ -142,13 +142,10 @@ def test_unknown_limits_are_said_with_the_break_even():
 @pytest.mark.parametrize(
     ("name", "bandwidth"),
     [
-        (None, 3.35e12),
-        ("NVIDIA H100 80GB HBM3", 3.35e12),
-        ("NVIDIA H200", 4.8e12),
-        ("NVIDIA H100 PCIe", None),
+        (None, 3.35e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H200", 4.8e12), ("NVIDIA H100 PCIe", None),
         ("NVIDIA GH200 480GB", None),
     ],
-)
+)  # fmt: skip
 def test_data_sheets_go_by_the_device_name(name, bandwidth):
     problem = dataclasses.replace(
         Problem.of(*small(), *(None,) * 7, Score(1.0, None, Band())), device="cuda", capability=(9, 0)

@@ -372,15 +372,10 @@ def test_errors_are_the_same_on_the_meta_device():
 @pytest.mark.parametrize(
     ("given", "described"),
     [
-        ((), (1, 1, 1, 1)),
-        ((N,), (1, 1, 1, N)),
-        ((M, 1), (1, 1, M, 1)),
-        ((H, M, N), (1, H, M, N)),
-        ((HKV, 1, N), (1, HKV, 1, N)),
-        ((B, 1, 1, N), (B, 1, 1, N)),
-        ((B, H, M, N), (B, H, M, N)),
+        ((), (1, 1, 1, 1)), ((N,), (1, 1, 1, N)), ((M, 1), (1, 1, M, 1)), ((H, M, N), (1, H, M, N)),
+        ((HKV, 1, N), (1, HKV, 1, N)), ((B, 1, 1, N), (B, 1, 1, N)), ((B, H, M, N), (B, H, M, N)),
     ],
-)
+)  # fmt: skip
 def test_smaller_shapes_broadcast_from_the_right(given, described):
     same = tensors()
     bias = torch.randn(given, requires_grad=True)
@@ -462,16 +457,11 @@ def test_who_shares_an_operand(batch, heads):
 @pytest.mark.parametrize(
     ("shape", "causal", "order"),
     [
-        ((B, H, M, N), False, "tiles"),
-        ((1, 1, M, N), False, "batch"),
-        ((1, H, M, N), False, "batch"),
-        ((B, 1, M, N), False, "heads"),
-        ((B, HKV, M, N), False, "heads"),
-        ((1, 1, 1, N), False, "tiles"),
-        ((1, 1, M, 1), False, "tiles"),
-        ((1, H, M, N), True, "longest"),
+        ((B, H, M, N), False, "tiles"), ((1, 1, M, N), False, "batch"), ((1, H, M, N), False, "batch"),
+        ((B, 1, M, N), False, "heads"), ((B, HKV, M, N), False, "heads"), ((1, 1, 1, N), False, "tiles"),
+        ((1, 1, M, 1), False, "tiles"), ((1, H, M, N), True, "longest"),
     ],
-)
+)  # fmt: skip
 def test_raster_order(shape, causal, order):
     assert with_bias(*shape, causal=causal).raster_order == order
 

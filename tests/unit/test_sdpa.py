@@ -192,17 +192,11 @@ def test_grouped_queries(q_lead, k_lead, v_lead, mask_lead, kind):
 @pytest.mark.parametrize(
     ("q_lead", "k_lead", "v_lead"),
     [
-        ((1, 3), (4, 3), (4, 3)),
-        ((4, 3), (1, 3), (1, 3)),
-        ((4, 3), (4, 3), (1, 3)),
-        ((4, 3), (4, 1), (4, 1)),
-        ((4, 1), (4, 3), (4, 3)),
-        ((4, 3), (4, 1), (4, 3)),
-        ((3,), (4, 3), (4, 3)),
-        ((4, 3), (), ()),
+        ((1, 3), (4, 3), (4, 3)), ((4, 3), (1, 3), (1, 3)), ((4, 3), (4, 3), (1, 3)), ((4, 3), (4, 1), (4, 1)),
+        ((4, 1), (4, 3), (4, 3)), ((4, 3), (4, 1), (4, 3)), ((3,), (4, 3), (4, 3)), ((4, 3), (), ()),
         ((2, 1, 3), (1, 4, 3), (4, 1)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_leading_dimensions_broadcast(q_lead, k_lead, v_lead, is_causal):
     check(tensors(q_lead, k_lead, v_lead), is_causal=is_causal)

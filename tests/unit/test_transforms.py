@@ -63,13 +63,10 @@ def test_transforms(name):
 @pytest.mark.parametrize(
     "in_dims",
     [
-        (0, 0, 0, 0, 0),
-        (0, None, None, None, None),
-        (None, None, None, 0, None),
-        (1, 4, None, 3, 2),
+        (0, 0, 0, 0, 0), (0, None, None, None, None), (None, None, None, 0, None), (1, 4, None, 3, 2),
         (2, None, 1, -1, -2),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("order", ["values", "gradients of each", "gradient of all"])
 def test_vmap(order, in_dims):
     def transformed(f):
