@@ -1,10 +1,13 @@
-"""Rows in which each two values of different options meet, where all rows would be too many."""
+"""Parameters of tests: rows in which each two values of different options meet, where all rows would be too many, and
+cases by their names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 Pair = tuple[int, int, int, int]  # option, which of its values, another option, which of its values
 
@@ -41,3 +44,15 @@ def _added(row: dict[int, int], option: int, value: int, missing: dict[Pair, Non
     """How many missing pairs a row has with one more value."""
     pairs = ((m, a, option, value) if m < option else (option, value, m, a) for m, a in row.items())
     return sum(pair in missing for pair in pairs)
+
+
+def each(cases: Iterable[Any]) -> Any:
+    """A parameter ``case``, by the name of each."""
+    return pytest.mark.parametrize("case", list(cases), ids=str)
+
+
+def each_run(runs: Iterable[tuple[Any, Iterable[Any]]]) -> Any:
+    """Parameters ``case`` and ``terms``, by the names of both."""
+    return pytest.mark.parametrize(
+        ("case", "terms"), [pytest.param(c, t, id=f"{c}; {'; '.join(map(str, t))}") for c, t in runs]
+    )

@@ -13,6 +13,7 @@ import torch
 from aot_child import compile_softmax
 from aot_compilers import minor_version
 from ledger import covering
+from pairwise import each
 from softmax_helpers import Case, by_kernels, check
 
 pytest.importorskip("triton")
@@ -22,10 +23,6 @@ AXES = ["11n", "1nn", "n1n", "nn1", "n11", "nnn", "111"]
 
 def check_kernels(case):
     check(case, by_kernels)
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 @each(

@@ -9,15 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import Case, check
+from pairwise import each
 
 from tilewise import attention
 
 HALF, FLOAT, BRAIN = torch.float16, torch.float32, torch.bfloat16
 SHAPES = ("1hmn", "11mn", "1h1n", "bhm1", "1111")
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 @each(

@@ -3,12 +3,9 @@
 import pytest
 import torch
 from matmul_helpers import LAYOUTS, Product, check, check_negated, check_tf32
+from pairwise import each
 
 HALF, FLOAT = torch.float16, torch.float32
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 @each(

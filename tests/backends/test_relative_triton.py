@@ -9,6 +9,7 @@ import interpreter_child
 import pytest
 import torch
 from helpers import Case
+from pairwise import each_run as each
 from relative_helpers import Term, check, check_split
 
 from tilewise import explain
@@ -19,12 +20,6 @@ HALF, FLOAT = torch.float16, torch.float32
 HIDDEN = -math.inf
 USUAL = Case(B=2, H=4, Hkv=2, M=20, N=70, D=16)
 SMALL = replace(USUAL, B=1, H=2, Hkv=1, M=20, N=67)
-
-
-def each(runs):
-    return pytest.mark.parametrize(
-        ("case", "terms"), [pytest.param(c, t, id=f"{c}; {'; '.join(map(str, t))}") for c, t in runs]
-    )
 
 
 @each(

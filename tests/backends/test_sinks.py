@@ -10,6 +10,7 @@ import pytest
 import torch
 from forced import check_split
 from helpers import Case, check, hold, run, tensors
+from pairwise import each
 
 import tilewise
 from tilewise import attention, explain
@@ -34,10 +35,6 @@ def check_sink_gradient(shape: tuple[int, ...], M: int, tile: int, between: int,
     laid[..., first : first + tile] = delta.unflatten(-1, (-1, tile))
     found = SinkGradient(sink, lse, tile, between, first, factor=factor)(sink, lse, laid)
     torch.testing.assert_close(found, sink_gradient(sink, lse, minus_delta), rtol=1e-4, atol=1e-4)
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 # --- every backend against the error rule ---

@@ -17,6 +17,7 @@ from forced import check_split
 from helpers import LAYOUTS, Case, Results, check, run, tensors, visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import each
 from torch import Tensor
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -59,10 +60,6 @@ def spoil(case: Case, which: str, where: tuple[int, ...], value: float) -> tuple
     inputs = tensors(case)
     getattr(inputs, which)[where] = value
     return run(case, "triton", inputs=inputs), run(case, "reference", inputs=inputs), visible(case, inputs)
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 # B, H, D of most cases are small: the interpreter's time goes by programs and operations, not by elements. Where a

@@ -14,6 +14,7 @@ import pytest
 import torch
 from empty_helpers import check_attention, check_calls, of_sizes
 from helpers import LAYOUTS, Case, check, tensors
+from pairwise import each
 
 from tilewise import explain, scaled_dot_product_attention
 
@@ -21,10 +22,6 @@ BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 LENGTHS = (1, 3, 127, 128, 129, 239, 799, 1023, 2048)
 BROADCASTS = ["".join(axes) for axes in itertools.product("b1", "hk1", "m1", "n1")]
 USUAL = Case(B=2, H=4, Hkv=4, M=239, N=432, D=64, dtype=BRAIN)
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 def plan_of(case, backend):

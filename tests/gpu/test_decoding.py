@@ -13,6 +13,7 @@ import pytest
 import torch
 from forced import check_split, forced_splits
 from helpers import LAYOUTS, Case, call, check, differentiate, hold, run, tensors
+from pairwise import each
 
 from tilewise import attention, explain
 
@@ -20,10 +21,6 @@ BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 BROADCASTS = ["".join(axes) for axes in itertools.product("b1", "hk1", "m1", "n1")]
 USUAL = Case(B=2, H=8, Hkv=2, M=1, N=1023, D=64, dtype=BRAIN, grads="")
 SPLITS = (1, 2, 5, 40)
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 def check_all(case):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import poisoned_memory
 from matmul_helpers import LAYOUTS, Product, check, operands
+from pairwise import each
 
 from tilewise import matmul
 from tilewise.ops.gemm import hopper
@@ -19,10 +20,6 @@ from tilewise.ops.gemm.problem import describe
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 USUAL = Product(M=264, N=392, K=200, dtype=BRAIN)
 HOPPER = torch.cuda.get_device_capability() == (9, 0)
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 def on_hopper(case):

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import Case, check
+from pairwise import each
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 NARROW = (1, 8, 16, 24, 32)
@@ -36,10 +37,6 @@ def cases(dimensions, usual, terms):
             usual, D=D, Dv=Dv, dtype=(BRAIN, HALF)[n % 2], Hkv=(4, 2, 2, 4)[n % 4],
             grads="qkvb" if n % 3 == 0 else "", **terms[n % len(terms)],
         )  # fmt: skip
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 @each(cases([*itertools.product(NARROW, NARROW), *WIDE], USUAL, TERMS))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import Case, tensors
+from pairwise import each_run as each
 from relative_helpers import Term, check, check_split, made
 
 from tilewise import attention, explain
@@ -17,12 +18,6 @@ BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 HIDDEN = -math.inf
 USUAL = Case(B=2, H=4, Hkv=2, M=239, N=432, D=64, dtype=BRAIN)
 LARGE = replace(USUAL, M=800, N=1023, D=128, causal=True)
-
-
-def each(runs):
-    return pytest.mark.parametrize(
-        ("case", "terms"), [pytest.param(c, t, id=f"{c}; {'; '.join(map(str, t))}") for c, t in runs]
-    )
 
 
 TERMS = [

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pairwise import each
 from softmax_helpers import Case, check
 
 from tilewise import softmax
@@ -13,10 +14,6 @@ from tilewise.ops.row_softmax.triton import launch
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 AXES = ["11n", "1nn", "n1n", "nn1", "n11", "nnn", "111"]
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, FLOAT])

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import invoke, shown
 from rich.console import Console
 from torch import Tensor
-from typer.testing import CliRunner
 
 import tilewise
 from tilewise.planner import AUTOMATIC
-from tilewise_tools import cli
 from tilewise_tools.bench import __main__ as plain
 from tilewise_tools.bench import cases, operators, plot, reference, report, results, run, timing
 from tilewise_tools.bench.cases import Case
@@ -457,12 +456,7 @@ def test_pictures_are_drawn(rows, tmp_path):
 # The command line
 
 
-def bench(*arguments: object):
-    return CliRunner().invoke(cli.make_app(), ["bench", *map(str, arguments)])
-
-
-def shown(output: str) -> str:
-    return " ".join(output.split())
+bench = partial(invoke, "bench")
 
 
 @pytest.mark.parametrize(

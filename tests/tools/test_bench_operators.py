@@ -10,18 +10,12 @@ from tilewise.explanation.work import Work
 from tilewise_tools.bench import cases, operators, reference, report, results, run
 from tilewise_tools.bench.cases import Case
 from tilewise_tools.bench.operators import MatmulCase, SoftmaxCase
-from tilewise_tools.bench.results import Calibration
 
 CPU = torch.device("cpu")
 SOFTMAX = SoftmaxCase("softmax", 6, 50, "float32")
 PRODUCT = MatmulCase("matmul", 6, 5, 4, dtype="float32")
 SUM = MatmulCase("matmul plus c", 6, 5, 4, added=True, dtype="float32")
 ATTENTION = Case("dense", 1, 1, 1, 8, 8, 8, dtype="float32")
-
-
-@pytest.fixture
-def no_calibration(monkeypatch):
-    monkeypatch.setattr(run, "calibrate", lambda clock, dtypes: Calibration(dict.fromkeys(dtypes, 1e11), 1e10))
 
 
 @pytest.mark.parametrize("case", [SOFTMAX, PRODUCT, SUM], ids=lambda case: case.name)

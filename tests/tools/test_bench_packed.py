@@ -27,11 +27,6 @@ FEW = [
 ]
 
 
-@pytest.fixture
-def no_calibration(monkeypatch):
-    monkeypatch.setattr(run, "calibrate", lambda clock, dtypes: Calibration(dict.fromkeys(dtypes, 1e11), 1e10))
-
-
 def block_diagonal(case, x):
     """The bias of all tokens at once, (H, total, total), -inf where they do not see each other; differentiable."""
     total = case.keys

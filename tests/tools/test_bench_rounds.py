@@ -6,7 +6,7 @@ import pytest
 
 from tilewise_tools.bench import run, timing
 from tilewise_tools.bench.cases import Case
-from tilewise_tools.bench.results import Calibration, Row, Timing
+from tilewise_tools.bench.results import Row, Timing
 
 CAUSAL = Case("dense causal", 2, 4, 2, 40, 40, 16, causal=True, dtype="float32")
 DECODE = Case("decode", 2, 4, 2, 1, 64, 16, dtype="float32", backward=False)
@@ -24,9 +24,7 @@ class Told:
         self.rows.append(row)
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(monkeypatch):
-    monkeypatch.setattr(run, "calibrate", lambda clock, dtypes: Calibration({"float32": 1e11}, 1e10))
+pytestmark = pytest.mark.usefixtures("no_calibration")
 
 
 def test_the_median_of_rounds_counts():

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from functools import partial
 
 import pytest
 import torch
+from command_line import invoke
 from processes import python
-from typer.testing import CliRunner
 
-from tilewise_tools import cli
 from tilewise_tools.bench import report, run
 from tilewise_tools.bench.cases import Case
 from tilewise_tools.bench.results import Calibration, Results, Row, Timing
@@ -31,18 +31,7 @@ class Silent:
         pass
 
 
-@pytest.fixture
-def no_calibration(monkeypatch):
-    monkeypatch.setattr(run, "calibrate", lambda clock, dtypes: Calibration({"float32": 1e11}, 1e10))
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def bench(*arguments: object):
-    return CliRunner().invoke(cli.make_app(), ["bench", *map(str, arguments)])
+bench = partial(invoke, "bench")
 
 
 def on_cpu(*rows: Row) -> Results:

@@ -9,9 +9,9 @@ import stat
 
 import pytest
 import torch
+from command_line import invoke, shown
 from helpers import compute_by
 from processes import python
-from typer.testing import CliRunner
 
 import tilewise
 from tilewise import TileMask, explain
@@ -22,21 +22,6 @@ from tilewise_tools import cli
 from tilewise_tools.commands import arguments, doctor, patterns, spelling
 
 SHAPE = ("--shape", "4,16,64,64")
-
-
-def command(*arguments: object):
-    return CliRunner().invoke(cli.make_app(), list(map(str, arguments)))
-
-
-def shown(output: str) -> str:
-    """What typer printed, without its line breaks."""
-    return " ".join(output.split())
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 def test_the_command_modules_import_no_torch():
@@ -65,18 +50,18 @@ SUBCOMMANDS = ("list", "plot", "report")
 def test_help(arguments, monkeypatch):
     """Also in a narrow terminal: every option by its whole name, every command with a description that is not cut."""
     monkeypatch.setenv("COLUMNS", "40")
-    result = command(*arguments, "--help")
+    result = invoke(*arguments, "--help")
     assert result.exit_code == 0
     assert "Usage: " in result.output
     assert "  --help " in result.output
     assert max(map(len, result.output.splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "80")
-    text = command(*arguments, "--help").output
+    text = invoke(*arguments, "--help").output
     assert "..." not in text.replace("[ARGS]...", "").replace("fp4, ...", "")
 
 
 def test_version():
-    result = command("--version")
+    result = invoke("--version")
     assert (result.exit_code, result.output) == (0, f"tilewise {tilewise.__version__}\n")
 
 
@@ -91,7 +76,7 @@ def test_explain_is_tilewise_explain():
     options += (
         "--causal --window 512,none --softcap 30 --scale 0.5 --deterministic --device sm_90 --sink 16 --dropout-p 0.1"
     )
-    result = command("explain", *options.split())
+    result = invoke("explain", *options.split())
     expected = explain(
         meta(4, 16, 4096, 64), meta(4, 4, 8192, 64), meta(4, 4, 8192, 32),
         bias=meta(16, 4096, 8192, requires_grad=True), causal=True, window=(512, None), softcap=30.0, scale=0.5,
@@ -103,7 +88,7 @@ def test_explain_is_tilewise_explain():
 
 def test_explain_makes_no_tensor_of_that_size(no_gpu):
     """Shapes of 128 TiB; also on this machine's own device."""
-    result = command("explain", "--shape", "64,64,65536,128", "--bias", "64,64,65536,65536", "--mask", "65536,65536")
+    result = invoke("explain", "--shape", "64,64,65536,128", "--bias", "64,64,65536,65536", "--mask", "65536,65536")
     assert result.exit_code == 0, result.output
     assert result.output.startswith("attention on cpu, bfloat16\n")
     assert "bias (64, 64, 65536, 65536) bfloat16, with its gradient" in result.output
@@ -111,7 +96,7 @@ def test_explain_makes_no_tensor_of_that_size(no_gpu):
 
 def test_the_traffic_table_by_hand():
     """B=H=1, M=N=1024, D=64 in bfloat16: a matrix is 2 MiB, q, k, v and o 128 KiB each, the LSE 4 KiB."""
-    result = command("explain", "--shape", "1,1,1024,64", "--device", "sm_80", "--limits", "1e12,1e9")
+    result = invoke("explain", "--shape", "1,1,1024,64", "--device", "sm_80", "--limits", "1e12,1e9")
     assert result.exit_code == 0, result.output
     rows = {line.split()[0]: line.split()[1:] for line in result.output.splitlines()[-11:] if line.strip()}
     assert rows["forward"] == ["528", "kB", "8.92", "MB", "16.9", "x"]
@@ -134,7 +119,7 @@ def test_the_traffic_table_by_hand():
 def test_explain_of_a_pattern(text, made):
     """Its tiles and FLOPs are told for a device that is not here, as `tilewise.explain` tells them."""
     shape = ("--shape", "1,2,1024,64", "--device", "sm_90", "--causal")
-    found = command("explain", *shape, "--mask", text).output
+    found = invoke("explain", *shape, "--mask", text).output
     x = torch.empty(1, 2, 1024, 64, dtype=torch.bfloat16, device="meta")
     mask = made()
     assert str(explain(x, x, x, mask=mask, causal=True, device="sm_90")) in found
@@ -150,13 +135,13 @@ def test_explain_of_a_stored_mask_and_its_picture(tmp_path):
     seen[:128, :256] = seen[200:, 300:] = True
     torch.save(seen, tmp_path / "mask.pt")
     shape = ("--shape", "1,1,300,16", "--kv-shape", "1,1,400,16", "--device", "cpu")
-    result = command("explain", *shape, "--mask", str(tmp_path / "mask.pt"), "--png", str(tmp_path / "tiles.png"))
+    result = invoke("explain", *shape, "--mask", str(tmp_path / "mask.pt"), "--png", str(tmp_path / "tiles.png"))
     assert "6 of 12 tiles visible" in result.output
     assert (tmp_path / "tiles.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "cut.pt").touch()
-    cut = command("explain", *shape, "--mask", str(tmp_path / "cut.pt"))
+    cut = invoke("explain", *shape, "--mask", str(tmp_path / "cut.pt"))
     assert "it ends early" in shown(cut.output)
-    wrong = command("explain", "--shape", "1,1,300,16", "--mask", str(tmp_path / "mask.pt"))
+    wrong = invoke("explain", "--shape", "1,1,300,16", "--mask", str(tmp_path / "mask.pt"))
     assert "is for 300 queries and 400 keys, not 300 and 300" in shown(wrong.output)
 
 
@@ -181,7 +166,7 @@ def test_shades_are_what_mask_and_band_leave(band):
 
 
 def test_explain_of_nothing_has_no_table():
-    result = command("explain", "--shape", "1,1,0,64", "--kv-shape", "1,1,8,64", "--device", "cpu")
+    result = invoke("explain", "--shape", "1,1,0,64", "--kv-shape", "1,1,8,64", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "memory traffic  " not in result.output
 
@@ -259,7 +244,7 @@ SM_90 = (*SHAPE, "--device", "sm_90")
     ],
 )
 def test_mistakes_in_explain(options, message, no_gpu):
-    result = command("explain", *options)
+    result = invoke("explain", *options)
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
     assert message in shown(result.output)
@@ -296,13 +281,13 @@ def test_what_the_library_says_is_said_of_options(error, message):
 )
 def test_a_shape_in_every_spelling(spelled):
     assert arguments.shape(spelled, "--shape", 4) == (4, 16, 4096, 64)
-    result = command("explain", "--shape", spelled, "--device", "sm_90")
+    result = invoke("explain", "--shape", spelled, "--device", "sm_90")
     assert "  q (4, 16, 4096, 64)\n" in result.output
     tile = spelled.replace("4,16,", "").replace("4x16x", "").replace("4 X 16 X ", "").replace("4, 16, ", "")
     place = tile.replace("4096", "5").replace("64", "7")
     assert (
         "element (5, 7) is at byte "
-        in command("layout", "--shape", tile.replace("4096", "64"), "--element", place).output
+        in invoke("layout", "--shape", tile.replace("4096", "64"), "--element", place).output
     )
 
 
@@ -312,12 +297,12 @@ def test_a_shape_in_every_spelling(spelled):
 def test_a_dtype_in_every_spelling(name, spelled):
     for text in (spelled, spelled.upper(), f"torch.{spelled}"):
         assert arguments.dtype(text, "--dtype") == name
-    result = command(
+    result = invoke(
         "explain", *SHAPE, "--device", "cpu", "--dtype", spelled, "--bias", "64,64", "--bias-dtype", spelled
     )
     assert f"attention on cpu, {name}\n" in result.output
     assert f"bias (1, 1, 64, 64) {name}, " in result.output
-    result = command("layout", "--shape", "64,64", "--dtype", spelled)
+    result = invoke("layout", "--shape", "64,64", "--dtype", spelled)
     bits = getattr(torch, name).itemsize * 8
     assert (
         f"64 x 64, {bits}-bit" in result.output if bits < 64 else "--dtype: must have 4, 8, 16 or 32" in result.output
@@ -327,15 +312,15 @@ def test_a_dtype_in_every_spelling(name, spelled):
 def test_explain_speaks_of_options_in_its_answer_too():
     """The library's answer, with deterministic=True and limits=... as options."""
     shape = ("--shape", "2,4,512,192", "--device", "sm_90", "--softcap", 30, "--deterministic")
-    output = command("explain", *shape, "--bias", "1,1,512,512").output
+    output = invoke("explain", *shape, "--bias", "1,1,512,512").output
     assert "with --deterministic\n" in output
-    assert "limits: unknown device or dtype: give --limits FLOP/s,bytes/s\n" in command("explain", *SHAPE).output
+    assert "limits: unknown device or dtype: give --limits FLOP/s,bytes/s\n" in invoke("explain", *SHAPE).output
 
 
 def test_a_device_and_a_backend_in_other_words():
-    assert "attention on cpu" in command("explain", *SHAPE, "--device", "CPU").output
-    expected = command("explain", *SM_90).output
-    assert command("explain", *SM_90, "--backend", "auto").output == expected
+    assert "attention on cpu" in invoke("explain", *SHAPE, "--device", "CPU").output
+    expected = invoke("explain", *SM_90).output
+    assert invoke("explain", *SM_90, "--backend", "auto").output == expected
 
 
 # layout
@@ -361,14 +346,14 @@ def test_a_device_and_a_backend_in_other_words():
     ],
 )
 def test_mistakes_in_layout(options, message):
-    result = command("layout", *options.split())
+    result = invoke("layout", *options.split())
     assert result.exit_code == 2
     assert message in shown(result.output)
 
 
 def test_layout_names_the_files_that_it_wrote(tmp_path):
     svg, html = tmp_path / "a.svg", tmp_path / "a.html"
-    output = command("layout", "--shape", "128,64", "--svg", svg, "--html", html).output
+    output = invoke("layout", "--shape", "128,64", "--svg", svg, "--html", html).output
     assert output.endswith(f"picture: {svg}\npage: {html}\n")
 
 
@@ -376,7 +361,7 @@ def test_layout_names_the_files_that_it_wrote(tmp_path):
 
 
 def test_doctor_on_a_machine_without_a_gpu(no_gpu):
-    result = command("doctor")
+    result = invoke("doctor")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert f"torch {torch.__version__}" in lines[0]
@@ -402,7 +387,7 @@ def test_doctor_ends_with_status_1_when_a_backend_is_wrong(defect, no_gpu, monke
         return gradients._replace(bias=2 * gradients.bias)
 
     compute_by(monkeypatch, cpu, backward=broken)
-    result = command("doctor")
+    result = invoke("doctor")
     assert result.exit_code == 1
     found = "wrong: dbias is off by 1.0e+00 of its norm" if defect == "wrong" else "RuntimeError: no such kernel,"
     assert f"backend cpu, float32: PROBLEM: {found}" in result.output
@@ -411,7 +396,7 @@ def test_doctor_ends_with_status_1_when_a_backend_is_wrong(defect, no_gpu, monke
 
 def test_doctor_ends_with_status_1_when_no_backend_can_run(no_gpu, monkeypatch):
     monkeypatch.setattr(cpu, "declines", lambda problem, work="forward": "it is tired")
-    result = command("doctor")
+    result = invoke("doctor")
     assert result.exit_code == 1
     assert "backend cpu, float32: cannot run here: it is tired" in result.output
     assert "PROBLEM: no backend can run on this device" in result.output

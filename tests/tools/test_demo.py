@@ -10,9 +10,9 @@ from functools import partial
 
 import pytest
 import torch
+from command_line import invoke, shown
 from processes import python
 from torch import Tensor
-from typer.testing import CliRunner
 
 import tilewise
 from tilewise_tools import cli
@@ -23,13 +23,7 @@ TINY_TRAINING = training.TrainingSettings(4, 24, 4, layers=2, heads=2, width=16,
 TINY_MEMORY = memory.MemorySettings(2, 2, 16, lengths=(48, 80), dtype=torch.float32, rounds=2)
 
 
-def demo(*arguments: object):
-    return CliRunner().invoke(cli.make_app(), ["demo", *map(str, arguments)])
-
-
-def shown(output: str) -> str:
-    """What typer printed, without its line breaks."""
-    return " ".join(output.split())
+demo = partial(invoke, "demo")
 
 
 @pytest.fixture
@@ -62,7 +56,7 @@ def test_python_m_tilewise_is_the_command_line():
 
 
 def test_no_arguments_show_the_commands():
-    result = CliRunner().invoke(cli.make_app(), [])
+    result = invoke()
     assert "demo" in result.output
 
 

@@ -7,25 +7,20 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from command_line import invoke, shown
 from processes import python
-from typer.testing import CliRunner
 
 from tilewise.layouts import Operand, Role, SwizzleMode, instructions
 from tilewise.layouts.figure import SHARE, Arrow, Box, Words, figure
 from tilewise.layouts.page import to_html
 from tilewise.layouts.svg import to_svg
 from tilewise.layouts.text import drawing, facts
-from tilewise_tools import cli
 
 USUAL = "--shape 128,256 --dtype bf16 --swizzle 128 --major k --arch sm_90"
 
 
 def command(arguments: str, *more: object):
-    return CliRunner().invoke(cli.make_app(), ["layout", *arguments.split(), *map(str, more)])
-
-
-def shown(output: str) -> str:
-    return " ".join(output.split())
+    return invoke("layout", *arguments.split(), *more)
 
 
 def shares_of(operand, **options):

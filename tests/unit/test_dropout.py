@@ -11,6 +11,7 @@ import pytest
 import torch
 from forced import check_origin, check_split
 from helpers import DROPOUT_SEED, Case, check, dropout_mask, kept_share, tensors
+from pairwise import each
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,10 +25,6 @@ from tilewise.spec.score import Band, Score
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SMALL = Case(B=2, H=4, Hkv=2, M=37, N=70, D=16, dropout_p=0.2)
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 # --- the generator, against one in Python's own integers ---

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import empty_cache
 from matmul_helpers import LAYOUTS, Product, check, lay_out
+from pairwise import each
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.bias import causal_upper_left
 
@@ -24,10 +25,6 @@ BATCHES = [
     ((), ()), ((3,), ()), ((), (3,)), ((3,), (3,)), ((2, 3), ()), ((), (2, 3)), ((2, 1), (3,)), ((2, 3), (1, 3)),
     ((1, 3), (2, 1)), ((2, 1, 2), (3, 1)), ((2, 3, 2), (2, 1, 2)),
 ]  # fmt: skip
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 # --- against float64 ---

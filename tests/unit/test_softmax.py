@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from pairwise import each
 from softmax_helpers import Case, Tensors, check, unfused
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.bias import causal_upper_left
@@ -19,10 +20,6 @@ from tilewise.quantities import quantity
 
 BRAIN, HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-def each(cases):
-    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in cases])
 
 
 @pytest.fixture
