@@ -18,7 +18,7 @@ import torch.distributed as dist
 import triangle_child
 from memory_helpers import Call, leftovers
 from pairwise import pairwise
-from processes import failures, start
+from processes import failures, raises, start
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -290,20 +290,10 @@ ERRORS: dict[str, tuple[Callable[[int, int], tuple[list, dict]], type[Exception]
 }  # fmt: skip
 
 
-def _raises(kind: type[Exception], words: str, function: Callable, *arguments: Any, **keywords: Any) -> None:
-    found: Exception | None = None
-    try:
-        function(*arguments, **keywords)
-    except (ValueError, TypeError, RuntimeError) as error:  # of which NotImplementedError is one
-        found = error
-    assert isinstance(found, kind), repr(found)
-    assert re.search(words, str(found)), str(found)
-
-
 def check_error(name: str, mesh: DeviceMesh) -> None:
     arguments, kind, words = ERRORS[name]
     qkv, terms = arguments(mesh.get_local_rank(), mesh.size())
-    _raises(kind, words, context_parallel_attention, *qkv, **{"mesh": mesh, **terms})
+    raises(kind, words, context_parallel_attention, *qkv, **{"mesh": mesh, **terms})
 
 
 # --- the rest ---
@@ -312,7 +302,7 @@ def check_error(name: str, mesh: DeviceMesh) -> None:
 def check_dtensor(mesh: DeviceMesh) -> None:
     q, k, v = (DTensor.from_local(x, mesh, [Shard(2)]) for x in _qkv())
     words = "^q: context_parallel_attention takes no DTensor; pass this rank's shard"
-    _raises(NotImplementedError, words, context_parallel_attention, q, k, v, mesh=mesh)
+    raises(NotImplementedError, words, context_parallel_attention, q, k, v, mesh=mesh)
 
 
 def check_meshes(mesh: DeviceMesh) -> None:
@@ -321,9 +311,9 @@ def check_meshes(mesh: DeviceMesh) -> None:
     two = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "cp"))
     alone = DeviceMesh("cpu", [0])
     words = "^mesh: expected one axis, that of the sequence, got 3"
-    _raises(ValueError, words, context_parallel_attention, *_qkv(), mesh=three)
+    raises(ValueError, words, context_parallel_attention, *_qkv(), mesh=three)
     if mesh.get_local_rank() != 0:
-        _raises(ValueError, "^mesh: .* is not in it", context_parallel_attention, *_qkv(), mesh=alone)
+        raises(ValueError, "^mesh: .* is not in it", context_parallel_attention, *_qkv(), mesh=alone)
     o = context_parallel_attention(*_qkv(), mesh=two["cp"])
     assert o.shape == (1, 4, 4, 8)
     if mesh.get_local_rank() == 0:  # a mesh of one
@@ -345,8 +335,8 @@ def check_shard(mesh: DeviceMesh) -> None:
     assert head.tolist() == [2 * rank, 2 * rank + 1]
     assert tail.tolist() == [4 * size - 2 * rank - 2, 4 * size - 2 * rank - 1]
     words = "^tensor: length along dim 1 must be a multiple of"
-    _raises(ValueError, words, shard, torch.zeros(3, 9), mesh, None, 1)
-    _raises(ValueError, "^dim: must be an axis of the tensor's shape", shard, torch.zeros(2), mesh, None, 2)
+    raises(ValueError, words, shard, torch.zeros(3, 9), mesh, None, 1)
+    raises(ValueError, "^dim: must be an axis of the tensor's shape", shard, torch.zeros(2), mesh, None, 2)
 
 
 def check_explanation(mesh: DeviceMesh) -> None:
@@ -395,7 +385,7 @@ def check_validation(mesh: DeviceMesh) -> None:
             context_parallel_attention(*_qkv(1, 4, 12, 8), mesh=mesh, validate=validate)
             assert asked == count, (validate, asked)
         terms = {"mesh": mesh, "validate": True, "causal": mesh.get_local_rank() == 1}
-        _raises(ValueError, "^causal: must be alike", context_parallel_attention, *_qkv(1, 4, 12, 8), **terms)
+        raises(ValueError, "^causal: must be alike", context_parallel_attention, *_qkv(1, 4, 12, 8), **terms)
     finally:
         dist.all_gather_object = usual
 
@@ -472,10 +462,10 @@ def check_derivatives(mesh: DeviceMesh) -> None:
             ring.backward, head_groups.Gathered.backward = backwards
         torch.testing.assert_close(found, expected)
         (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-        _raises(RuntimeError, r"not have been used|no second derivative", torch.autograd.grad, dq.sum(), q)
+        raises(RuntimeError, r"not have been used|no second derivative", torch.autograd.grad, dq.sum(), q)
     x = torch.ones(4, requires_grad=True)
     (dx,) = torch.autograd.grad(unshard(x, mesh, dim=0).square().sum(), x, create_graph=True)
-    _raises(RuntimeError, "not have been used", torch.autograd.grad, dx.sum(), x)
+    raises(RuntimeError, "not have been used", torch.autograd.grad, dx.sum(), x)
 
 
 def _unless_negative(backward: Callable) -> Callable:

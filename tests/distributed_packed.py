@@ -26,9 +26,9 @@ from distributed_child import (
     _leaves,
     _loss,
     _qkv,
-    _raises,
 )
 from pairwise import pairwise
+from processes import raises
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise import varlen_attention
@@ -176,7 +176,7 @@ PACKED_ERRORS: dict[str, tuple[Callable[[int, int], tuple[list, Any, dict]], typ
 def check_packed_error(name: str, mesh: DeviceMesh) -> None:
     arguments, kind, words = PACKED_ERRORS[name]
     qkv, offsets, terms = arguments(mesh.get_local_rank(), mesh.size())
-    _raises(kind, words, context_parallel_varlen_attention, *qkv, offsets, **{"mesh": mesh, **terms})
+    raises(kind, words, context_parallel_varlen_attention, *qkv, offsets, **{"mesh": mesh, **terms})
 
 
 def check_documents(mesh: DeviceMesh) -> None:
@@ -212,7 +212,7 @@ def check_documents(mesh: DeviceMesh) -> None:
     assert "ring: not supported, it takes no packed batches" in str(plan)
     terms = {"mesh": mesh, "dropout_p": 0.1}
     assert explain_context_parallel_varlen(q, k, v, offsets, **terms).method == "all_to_all"
-    _raises(ValueError, "^tensor: expected 64 of the 64 tokens", shard, q, mesh, "document", cu_seqlens=(0, 64))
+    raises(ValueError, "^tensor: expected 64 of the 64 tokens", shard, q, mesh, "document", cu_seqlens=(0, 64))
 
 
 def checks_of_packed(size: int) -> dict[str, tuple]:

@@ -6,6 +6,7 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -127,3 +128,14 @@ def failures(mesh: Any, checks: Mapping[str, tuple]) -> dict[str, str]:
             if "Timeout" in wrong[name] or "timed out" in wrong[name]:
                 break  # the ranks have lost each other
     return wrong
+
+
+def raises(kind: type[Exception], words: str, function: Callable, *arguments: Any, **keywords: Any) -> None:
+    """Hold a call to an error; another one, or none, is an AssertionError, which `failures` tells of."""
+    found: Exception | None = None
+    try:
+        function(*arguments, **keywords)
+    except (ValueError, TypeError, RuntimeError) as error:  # of which NotImplementedError is one
+        found = error
+    assert isinstance(found, kind), repr(found)
+    assert re.search(words, str(found)), str(found)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from aot_compilers import hold_hopper
-from hopper_values_child import Values, compile_values
+from hopper_terms_child import Values, compile_values
 
 CAUSAL = Values(causal=True)
 # Triton, call, wgmma of the forward kernel, bytes that may spill: numbers of the whole walk. What lies below the range

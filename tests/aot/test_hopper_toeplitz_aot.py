@@ -4,8 +4,8 @@ another or races. See test_hopper_aot.py."""
 from __future__ import annotations
 
 import pytest
-from aot_compilers import hold_hopper
-from hopper_toeplitz_child import Toeplitz, compile_toeplitz
+from hopper_terms_child import Toeplitz, compile_toeplitz
+from test_hopper_relative_aot import by_triton, held
 
 CAUSAL = Toeplitz(causal=True)
 ALIBI = Toeplitz(linear=True, far=0)
@@ -33,16 +33,6 @@ BACKWARDS = [
     ("3.6.0", Toeplitz(dropout=6554), 3 * 20, 16),
     ("3.6.0", Toeplitz(D=128, dropout=6554), 3 * 32, 160),
 ]
-
-
-def held(codes, designed, spilled):
-    hold_hopper(codes, spilled)
-    assert {code.wgmma for code in codes if code.kernel.name in ("forward_kernel", "backward_kernel")} == {designed}
-
-
-def by_triton(runs):
-    """In this order a compiler starts once for each triton."""
-    return sorted(runs, key=lambda run: run[0])
 
 
 @pytest.mark.parametrize(("triton", "x", "designed", "spilled"), by_triton(FORWARDS), ids=str)

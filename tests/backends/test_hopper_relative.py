@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import hopper_values_child
+import hopper_terms_child
 import kernel_stubs
 import pytest
 import torch
@@ -383,7 +383,7 @@ def test_tiles_of_the_backward(interpreter, p, dim):
     stored = 0
     ds = torch.randint(1, 999, (p.queries, p.keys), generator=torch.Generator().manual_seed(1)).float()
     ds = torch.where(seen, ds, torch.nan)  # as of a row that has seen NaN: what is hidden must not leave
-    before = interpreter(hopper_values_child.zeroed, p.queries, p.keys, p.score.query, p.score.band, dim)
+    before = interpreter(hopper_terms_child.zeroed, p.queries, p.keys, p.score.query, p.score.band, dim)
     assert before.isnan().eq(before[:, :1].isnan()).all()
     assert not before[~before.isnan()].any()
     sums, touched = torch.zeros_like(laid), torch.zeros_like(laid)
@@ -515,7 +515,7 @@ def test_a_packed_tile_counts_from_the_ends_of_its_sequence(queries, keys, lo):
 @pytest.mark.parametrize("band", [Band(-290, 40), Band(None, None)], ids=str)
 def test_zeros_of_every_head(interpreter, band):
     """The same of each head of each batch element."""
-    found = interpreter(hopper_values_child.zeroed, 300, 300, Distances("query", -100, 201), band, 128, 3)
+    found = interpreter(hopper_terms_child.zeroed, 300, 300, Distances("query", -100, 201), band, 128, 3)
     assert found.shape[:2] == (3, 2)
     assert torch.equal(found.isnan(), found[:1, :1].isnan().expand_as(found))
     assert not found.nan_to_num().any()
@@ -532,6 +532,6 @@ def test_zeros_of_every_head(interpreter, band):
     [(70, 75, -20, 13, False, False), (139, 75, -90, 27, True, True), (70, 75, 2, 1, True, False)],
 )
 def test_rows_are_computed_again(interpreter, M, N, lo, count, causal, reverse):
-    o, lse, expected, of_rows = interpreter(hopper_values_child.repair, M, N, lo, count, causal, reverse)
+    o, lse, expected, of_rows = interpreter(hopper_terms_child.repair_beside_values, M, N, lo, count, causal, reverse)
     torch.testing.assert_close(o, expected, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(lse, of_rows, rtol=1e-3, atol=1e-3)

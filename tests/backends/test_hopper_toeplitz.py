@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import hopper_toeplitz_child
+import hopper_terms_child
 import kernel_stubs
 import pytest
 import torch
@@ -253,7 +253,7 @@ def test_the_entries_of_a_tile(monkeypatch):
 def test_the_order_of_the_backwards_words(monkeypatch, grad):
     """That in which its kernel takes them: a product that comes ahead has a tile's first subtile added, as they lie."""
     monkeypatch.setattr(toeplitz_tiles, "PAD", SimpleNamespace(value=toeplitz_tiles.PAD))
-    problem, inputs = hopper_toeplitz_child.call(hopper_toeplitz_child.Toeplitz(grad=grad))
+    problem, inputs = hopper_terms_child.toeplitz_call(hopper_terms_child.Toeplitz(grad=grad))
     outputs = Outputs(torch.empty_like(inputs.q), torch.empty(inputs.q.shape[:3], device="meta"))
     run = backward_launch.HopperBackward(
         problem, inputs, outputs, outputs, Needs(True, True, True, False, toeplitz=grad)
@@ -368,7 +368,7 @@ def test_diagonals_of_near_tiles(monkeypatch):
 def test_words_in_memory(interpreter, step):
     """A finite entry stays finite in the units of the scores, whatever the strides of the vector; and the gradient that
     comes along is 0 all over."""
-    vector, words, gradient = interpreter(hopper_toeplitz_child.words_in_memory, 0.25, step)
+    vector, words, gradient = interpreter(hopper_terms_child.words_in_memory, 0.25, step)
     pad = toeplitz_tiles.PAD
     low, high = words[..., 0], words[..., 1]
     assert torch.equal(low[:, pad:-pad], (vector[:, :, 0] * 4).clamp(-3.4028234663852886e38, 3.4028234663852886e38)
@@ -383,7 +383,7 @@ def test_words_in_memory(interpreter, step):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_lse_of_far_tiles(interpreter, causal, linear):
     """A number is taken out of it; of a line, whose slopes are 1/4 and -1/2, what queries have."""
-    lse, stats, below, above, block = interpreter(hopper_toeplitz_child.far_stats, causal, linear)
+    lse, stats, below, above, block = interpreter(hopper_terms_child.far_stats, causal, linear)
     B, H, M = lse.shape
     rows = -(-M // block)
     tiles_of = stats.view(2, B, H, rows, 2, block)[1].movedim(3, 0).reshape(2, B, H, rows * block)[..., :M]
@@ -398,7 +398,7 @@ def test_the_lse_of_far_tiles(interpreter, causal, linear):
 
 @pytest.mark.parametrize(("M", "N", "causal"), [(130, 90, False), (70, 130, True)])
 def test_rows_are_computed_again(interpreter, M, N, causal):
-    o, lse, expected, of_rows = interpreter(hopper_toeplitz_child.repair, M, N, causal)
+    o, lse, expected, of_rows = interpreter(hopper_terms_child.repair_beside_toeplitz, M, N, causal)
     torch.testing.assert_close(lse, of_rows, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(o, expected, rtol=2e-2, atol=2e-3)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import hopper_toeplitz_child
+import hopper_terms_child
 import kernel_stubs
 import pytest
 import torch
@@ -124,7 +124,7 @@ def test_how_far_a_head_reaches(interpreter, spoilt, backward):
     below = torch.tensor([[1.0, 2.0, 0.5, 90.0], [0.7, 1.5, 0.6, 1e-3]])
     inputs, do = drawn(p, below, below.flip(1))
     spoil(spoilt, inputs, do, toeplitz.sure_distance(p))
-    found = interpreter(hopper_toeplitz_child.reaches, p, inputs, do if backward else None).long()
+    found = interpreter(hopper_terms_child.reaches, p, inputs, do if backward else None).long()
     wanted = expected(p, inputs, do if backward else None, backward)
     unknown = wanted.abs() == UNKNOWN
     assert (found[unknown].abs() >= 1029).all()
@@ -142,7 +142,7 @@ def test_near_distances_count(interpreter, shared):
     assert toeplitz.sure_distance(p) == 80
     steep = torch.full((1, 1) if shared else (2, 4), 500.0)
     inputs, _ = drawn(p, steep, steep)
-    found = interpreter(hopper_toeplitz_child.reaches, p, inputs, None).long()
+    found = interpreter(hopper_terms_child.reaches, p, inputs, None).long()
     assert (found[..., 0] <= -30).all()
     assert (found[..., 0] >= -35).all()
     assert (found[..., 1] >= 190).all()
@@ -373,8 +373,8 @@ def test_nothing_changes(interpreter, causal):
     p = problem(1040, 1100, lo=-5, hi=70, band=Band(None, 60) if causal else None, B=1)
     slopes = torch.tensor([[3.0, 1.0, 0.9, 1e-3]])
     inputs, do = drawn(p, slopes, slopes)
-    found = interpreter(hopper_toeplitz_child.reaches, p, inputs, None)
-    unions = interpreter(hopper_toeplitz_child.reaches, p, inputs, do)
+    found = interpreter(hopper_terms_child.reaches, p, inputs, None)
+    unions = interpreter(hopper_terms_child.reaches, p, inputs, do)
     *ours, fewer = forward(p, inputs, forward_visits(p, found))
     *other, most = forward(p, inputs, forward_visits(p, found, False))
     assert fewer < 0.9 * most

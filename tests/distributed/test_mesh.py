@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import failures, ranks
+from processes import failures, raises, ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -173,11 +172,11 @@ def check_heads_and_ring(mesh: DeviceMesh) -> None:
                 same(local[n].grad, grad, f"d{n}")
     qkv = [torch.zeros(1, 4, 8, 8) for _ in range(3)]
     last = mesh.get_local_rank() == mesh.size() - 1
-    _raises(ValueError, "causal: must be alike", context_parallel_attention, *qkv, mesh=two, causal=last)
-    _raises(
+    raises(ValueError, "causal: must be alike", context_parallel_attention, *qkv, mesh=two, causal=last)
+    raises(
         ValueError, "method: must be 'auto', 'ring' or", context_parallel_attention, *qkv, mesh=two, method="all_to_all"
     )
-    _raises(ValueError, "softcap: must be positive", context_parallel_attention, *qkv, mesh=two,
+    raises(ValueError, "softcap: must be positive", context_parallel_attention, *qkv, mesh=two,
             softcap=-1.0 if last else None)  # fmt: skip
 
 
@@ -190,8 +189,8 @@ def check_other_placements(mesh: DeviceMesh) -> None:
     split = [distribute_tensor(x.contiguous(), mesh, [ROWS]) for x in odd]
     same(attention(*split, causal=True).full_tensor(), attention(*odd, causal=True), "13 rows")
     split = [distribute_tensor(x, mesh, [ROWS]) for x in whole.values()]
-    _raises(TypeError, "^bias: must be a DTensor as q is, got Tensor", attention, *split, bias=torch.zeros(S, S))
-    _raises(NotImplementedError, "^dropout_p: dropout takes no DTensors", attention, *split, dropout_p=0.5)
+    raises(TypeError, "^bias: must be a DTensor as q is, got Tensor", attention, *split, bias=torch.zeros(S, S))
+    raises(NotImplementedError, "^dropout_p: dropout takes no DTensors", attention, *split, dropout_p=0.5)
 
 
 def check_sdpa_of_dtensors(mesh: DeviceMesh) -> None:
@@ -208,16 +207,6 @@ def check_sdpa_of_dtensors(mesh: DeviceMesh) -> None:
     loss_of(right).backward()
     for n, x in plain.items():
         same(split[n].grad.full_tensor(), x.grad, f"d{n}")
-
-
-def _raises(kind: type[Exception], words: str, function: Callable, *arguments: Any, **keywords: Any) -> None:
-    found: Exception | None = None
-    try:
-        function(*arguments, **keywords)
-    except (ValueError, TypeError, RuntimeError) as error:  # of which NotImplementedError is one
-        found = error
-    assert isinstance(found, kind), repr(found)
-    assert re.search(words, str(found)), str(found)
 
 
 # --- PyTorch's context manager ---
@@ -243,11 +232,11 @@ def check_manager(mesh: DeviceMesh, balanced: bool) -> None:
             o = scaled_dot_product_attention(local["q"], local["k"], local["v"], local["x"], **terms)
             loss_of(o).backward()
             # And where it has tilewise's function in PyTorch's place: it makes DTensors of what it is given.
-            _raises(
+            raises(
                 NotImplementedError, "^dropout_p: dropout is not taken within torch.distributed",
                 scaled_dot_product_attention, local["q"], local["k"], local["v"], dropout_p=0.5, enable_gqa=True,
             )  # fmt: skip
-            _raises(
+            raises(
                 NotImplementedError, "^query: must have 4 dimensions", scaled_dot_product_attention,
                 *(x[0] for x in buffers.values() if x.shape[1] == H and x.shape[3] == D for _ in range(3)),
             )  # fmt: skip
@@ -336,8 +325,8 @@ def check_compiled_errors(mesh: DeviceMesh) -> None:
     qkv = [torch.zeros(1, 4, 8, 8) for _ in range(3)]
     call = torch.compile(lambda *x, **y: context_parallel_attention(*x, mesh=mesh, **y), fullgraph=True,
                          backend="aot_eager")  # fmt: skip
-    _raises(ValueError, "^causal: must be alike", call, *qkv, causal=mesh.get_local_rank() == 0)
-    _raises(ValueError, "^method: 'all_to_all' cannot run this call", call, *(x[:, :3] for x in qkv),
+    raises(ValueError, "^causal: must be alike", call, *qkv, causal=mesh.get_local_rank() == 0)
+    raises(ValueError, "^method: 'all_to_all' cannot run this call", call, *(x[:, :3] for x in qkv),
             method="all_to_all")  # fmt: skip
 
 
