@@ -103,7 +103,7 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
         # a visible value that is not finite overflows the accumulator to infinity, a hidden one adds 0
         marked = tl.where(finite, 0.0, 1e38).to(c.MARK)
         weight = 1e38
-        if c.BIAS:  # Triton 3.7 to 3.9 may fail on a select of two constants here
+        if c.BIAS and MASKED:  # Triton 3.7 to 3.9 may fail on a select of two constants here
             weight += terms.exponent * 0.0
         acc = tl.dot(tl.where(visible, weight, 0.0).to(c.MARK), marked, acc)
         v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)
