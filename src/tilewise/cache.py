@@ -1,6 +1,6 @@
 """The two caches: `calls`, what calls prepare once for their layouts, and `kernels`, compiled kernels.
 
-A cached object holds no tensor of a call. Keys begin with the name of what is cached.
+A cached object holds no tensor of a call. Keys begin with the name of what is cached, or the function that made it.
 """
 
 from __future__ import annotations

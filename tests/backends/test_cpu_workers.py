@@ -110,6 +110,29 @@ def test_gradients_of_bias_terms(monkeypatch, threads, case, terms, largest):
     relative_helpers.check(case, terms, "cpu")
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_jobs_of_the_same_heads_share_the_tiles_of_keys(monkeypatch, threads, masked):
+    """K and V are prepared once each way, in tiles of all heads that have the same block mask."""
+    heads, mask, made = 1, None, []
+    if masked:
+        heads, mask = (
+            4,
+            tilewise.TileMask.from_tiles(torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(), 256, 256, block=64),
+        )
+        for name, size in (("BLOCK_M", 256), ("MAX_BLOCK_M", 256), ("BLOCK_N", 64)):
+            monkeypatch.setattr(tiled, name, size)
+    q, k, v = (torch.randn(1, heads, 256, 8, requires_grad=True) for _ in range(3))
+
+    class Heads(tiled._Heads):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self.kv)
+
+    monkeypatch.setattr(tiled, "_Heads", Heads)
+    attention(q, k, v, mask=mask, backend="cpu").sum().backward()
+    assert made == [(slice(0, 1), slice(0, heads))] * 2
+
+
 @pytest.mark.parametrize("threads", [5], indirect=True)
 @pytest.mark.parametrize(("B", "S"), [(1, 96), (9, 15)])
 def test_sums_do_not_depend_on_who_is_first(monkeypatch, threads, B, S):

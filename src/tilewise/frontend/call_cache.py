@@ -186,7 +186,7 @@ def cache_entry_point_call(key: tuple, inputs: Inputs) -> None:
     if _is_cacheable(inputs, None):
         known: Cached | None = calls.get(_key_of(inputs, None, (False, key[2], None, 0.0)))
         if known is not None:
-            calls.put(key, known if known.views else known._replace(views=_views(inputs, inputs)))
+            calls.put(key, known if known.views is not None else known._replace(views=_views(inputs, inputs)))
 
 
 def _with_rows(inputs: Inputs) -> Inputs:
