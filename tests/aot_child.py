@@ -212,7 +212,7 @@ def compile_case(
     element, "bits" or "intervals", a space, and how many queries and keys a tile has. origin: of dropout.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
+    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output, saved_lse_dtype
     from tilewise.backends.triton import config, launch
     from tilewise.spec.bias_components import DIFFERENTIABLE
     from tilewise.spec.dropout import Origin
@@ -221,12 +221,12 @@ def compile_case(
     score = dataclasses.replace(problem.score, origin=Origin(*origin))
     problem = dataclasses.replace(problem, score=score)
     o = empty_output(inputs.q, case.value_dim)
-    lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
+    lse = torch.empty(o.shape[:3], dtype=saved_lse_dtype(problem.dtype, problem), device="meta")
     _launched.clear()
     launch.TritonForward(problem, inputs)(inputs)
     if backward:
         outputs = Outputs(o, lse, empty_low_bits(o, problem))
-        cotangents = Outputs(torch.empty_like(o), torch.empty_like(lse) if case.lse else None)
+        cotangents = Outputs(torch.empty_like(o), torch.empty_like(lse, dtype=torch.float32) if case.lse else None)
         needs = Needs(
             True, True, True, inputs.bias is not None, case.sink is not None,
             **{name: name in problem.parts.grads for name in DIFFERENTIABLE if problem.parts is not None},
@@ -328,7 +328,7 @@ class Code(NamedTuple):
 def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> list[Code]:
     """Every kernel that a case's forward, or its backward, launches in the hopper backend; tiles: as for
     `compile_case`."""
-    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output
+    from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output, saved_lse_dtype
     from tilewise.backends.gluon.sm90.backward import launch as backward_launch
     from tilewise.backends.gluon.sm90.common import config
     from tilewise.backends.gluon.sm90.forward import launch
@@ -337,9 +337,12 @@ def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> 
     problem, inputs = _call(case, tiles=tiles)
     if backward:
         o = empty_output(inputs.q, case.value_dim)
-        lse = torch.empty(o.shape[:3], dtype=torch.float32, device="meta")
+        lse, dlse = (
+            torch.empty(o.shape[:3], dtype=dtype, device="meta")
+            for dtype in (saved_lse_dtype(problem.dtype, problem), torch.float32)
+        )
         needs = Needs(True, True, True, case.bias is not None, case.sink is not None)
-        outputs, cotangents = Outputs(o, lse, empty_low_bits(o, problem)), Outputs(o, lse)
+        outputs, cotangents = Outputs(o, lse, empty_low_bits(o, problem)), Outputs(o, dlse)
         backward_launch.HopperBackward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     else:
         launch.HopperForward(problem, inputs)(inputs)

@@ -161,7 +161,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
         "widened": lambda x: x, "add_pieces": batched.add_pieces.fn,
         "piece_of": lambda element, slot, piece, _: element.shared.ds.index(slot).piece(piece),
         "tile_of_element": batched.tile_of_element.fn, "load_step": batched.load_step.fn,
-        **{name: getattr(producers, name).fn for name in ("fetch_keys_of", "store_keys_of")},
+        **{name: getattr(producers, name).fn for name in ("fetch_keys_of", "load_do", "store_keys_of")},
     }  # fmt: skip
     for name, stub in stubs.items():
         for module in (batched, producers):

@@ -163,7 +163,7 @@ def sums_before(x: Call, lag: int) -> tuple[Tensor, Tensor, Any, Any]:
     stats, counts, dq_accum = run.buffers(inputs.q.device)
     dq_accum.fill_(torch.nan)
     row_list, key_list = run.lists(inputs.lengths, inputs.q.clone(), None, inputs.k.clone(), inputs.v.clone())
-    run.before(*outputs[:1], None, outputs.o, outputs.lse, outputs.lse[..., None], None, stats, dq_accum, counts,
+    run.before(*outputs[:1], None, outputs.o, outputs.lse, outputs.lse[..., None], None, stats, dq_accum, counts, None,
                row_list, key_list)  # fmt: skip
     assert (counts == 0).all()
     found = torch.full((int(key_list[0]) * KV_HEADS, 6), -1, dtype=torch.int32)

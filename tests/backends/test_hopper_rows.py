@@ -129,12 +129,29 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
     stats.fill_(float("nan"))
     dq_accum.fill_(float("nan"))
     counts.fill_(-1)
-    launch.before(
-        outputs.o, outputs.o_low, x.do, lse, dlse, x.bias if launch.of_rows else None, stats, dq_accum, counts
-    )
+    row_bias = x.bias if launch.of_rows else None
+    launch.before(outputs.o, outputs.o_low, x.do, lse, dlse, row_bias, stats, dq_accum, counts, None)
     lse2, minus_delta = stats.view(case.B, case.H, -1, 2, 64).unbind(3)
     delta = (with_low_bits(outputs.o, outputs.o_low).double() * x.do.double()).sum(-1)
     return lse2.flatten(2), minus_delta.flatten(2), delta, dq_accum.view(case.B * case.kv_heads, -1), counts
+
+
+def mend(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the backward makes of a float64 LSE: dO, and which query tiles have it, (B, H, tiles); the LSE in base 2
+    and -delta, (B, H, tiles · BLOCK_M); dO and o as they were."""
+    from tilewise.backends.gluon.sm90.backward.launch import HopperBackward
+
+    x = tensors(case)
+    problem, inputs = _call(case, x)
+    outputs = backend.forward(problem, inputs)._replace(lse=lse)
+    launch = HopperBackward(problem, inputs, outputs, Outputs(x.do, dlse), Needs(True, True, True, True))
+    stats, counts, dq_accum = launch.buffers(x.q.device)
+    do = launch.empty_mended().fill_(float("nan"))
+    launch.before(outputs.o, outputs.o_low, x.do, lse, dlse, None, stats, dq_accum, counts, do)
+    tiles = case.B * case.H * (stats.numel() // (case.B * case.H * 128))
+    coarse = counts.as_strided((tiles,), (1,), launch.flags - tiles).flip(0)
+    lse2, minus_delta = stats.view(case.B, case.H, -1, 2, 64).unbind(3)
+    return do, coarse.view(case.B, case.H, -1), lse2.flatten(2), minus_delta.flatten(2), x.do, outputs.o
 
 
 def sink_gradient(case: Case) -> tuple[Tensor, Results]:
@@ -149,8 +166,9 @@ def sink_gradient(case: Case) -> tuple[Tensor, Results]:
     stats, counts, dq_accum = launch.buffers(x.q.device)
     stats.fill_(float("nan"))
     launch.before(
-        exact.o, outputs.o_low, x.do, exact.lse, x.dlse, None, stats, None if launch.dq_stored else dq_accum, counts
-    )
+        exact.o, outputs.o_low, x.do, exact.lse, x.dlse, None, stats, None if launch.dq_stored else dq_accum, counts,
+        None,
+    )  # fmt: skip
     found = launch.sink_gradient(inputs.sink, exact.lse, stats)
     return found, exact
 
@@ -235,6 +253,30 @@ def test_what_the_backward_knows_of_a_row(interpreter, bias, p):
         assert (minus_delta[..., rows] == 0).all()
     assert (dq_accum == 0).all()
     assert (counts == 0).all()
+
+
+def test_do_makes_up_for_the_rounding_of_a_large_lse(interpreter):
+    """2^(s - r) P with r, the LSE L in float32, is wrong by 2^(L - r): dO and delta of the row get the inverse."""
+    case = replace(USUAL, grads="qkvb", bias="1hmn", M=200)
+    generator = torch.Generator().manual_seed(1)
+    lse, dlse = (torch.randn(case.B, case.H, case.M, generator=generator) for _ in range(2))
+    lse = lse.double()
+    lse[:, :, 70] += 1e4  # the second tile of four
+    lse[0, 0, 199], lse[0, 1, 199], lse[0, 0, 1], lse[0, 0, 2] = 1e6, -1e6, -math.inf, -1e9
+    do, coarse, lse2, minus_delta, given, o = interpreter(mend, case, lse, dlse)
+    known = lse.abs() < 1e8
+    exact = torch.where(known, lse, 0.0) / math.log(2)
+    factor = torch.exp2(exact.float().double() - exact)
+    counts = torch.nn.functional.pad((factor - 1).abs() > 2**-14, (0, 56)).unflatten(2, (4, 64)).any(-1)
+    assert (coarse == counts).all()
+    assert counts[0, 0].tolist() == [False, True, False, True]
+    torch.testing.assert_close(lse2[..., : case.M][known].double(), exact[known], rtol=1e-7, atol=1e-7)
+    marked = coarse.repeat_interleave(64, 2)[..., : case.M] == 1
+    assert do[~marked].isnan().all()
+    torch.testing.assert_close(do[marked].double(), (factor[..., None] * given)[marked], rtol=2**-10, atol=1e-7)
+    read = torch.where(marked[..., None], do, given).double()
+    delta = (o.double() * read).sum(-1) - torch.where(marked, factor, 1.0) * dlse
+    torch.testing.assert_close(minus_delta[..., : case.M][known].double(), -delta[known], rtol=1e-5, atol=1e-4)
 
 
 def test_sums_of_later_heads_are_left_to_others(interpreter):

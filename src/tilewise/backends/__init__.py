@@ -51,6 +51,15 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def saved_lse_dtype(dtype: torch.dtype, call: Problem | Inputs) -> torch.dtype:
+    """Return the dtype of the LSE that the kernels of a GPU hand to their backward; callers get `lse_dtype`.
+
+    A bias moves scores and LSE anywhere: at 10,000 float32 numbers are 1e-3 apart, and exp(s - LSE) is wrong by as
+    much. A sink, whose gradient is computed from the same LSE, keeps it in float32.
+    """
+    return torch.float64 if call.bias is not None and call.sink is None else lse_dtype(dtype)
+
+
 def float32_precision(dtype: torch.dtype) -> str:
     """Return torch's setting for float32 matrix products, "tf32" or "ieee"; "tf32" for 16 bits."""
     # The older settings write fp32_precision too; reading them raises where fp32_precision was set.
@@ -88,6 +97,13 @@ def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor
 def empty_low_bits(o: Tensor, problem: Problem) -> Tensor | None:
     """Return an uninitialised `Outputs.o_low`; None if the call has none."""
     return torch.empty_like(o, dtype=torch.int16) if keeps_low_bits(problem.dtype, problem.score.dropout) else None
+
+
+def empty_mended(outputs: Outputs, do: Tensor) -> Tensor | None:
+    """Return an uninitialised buffer for the dO that makes up for a rounded LSE; None unless the LSE is float64."""
+    if outputs.lse is None or outputs.lse.dtype != torch.float64:
+        return None
+    return torch.empty(do.shape, dtype=do.dtype, device="meta")
 
 
 def output_layout(

@@ -23,6 +23,7 @@ from tilewise.backends import (
     empty_low_bits,
     empty_output,
     lse_dtype,
+    saved_lse_dtype,
 )
 from tilewise.operator import onnx as plain
 from tilewise.operator.custom_op import Operator, fake_gradients_like, gradients_like
@@ -56,6 +57,7 @@ class _Wanted(NamedTuple):
 
 def _forward(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor | None, Tensor]:
     o, lse, o_low = forward_of(inputs, terms)(inputs)
+    lse = None if lse is None else lse.to(_operator_lse_dtype(inputs))
     return o, lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low
 
 
@@ -64,8 +66,20 @@ def _forward_fake(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor, 
     q = inputs.q
     o = empty_output(q, inputs.v.shape[3])
     o_low = empty_low_bits(o, problem)
-    lse = q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    lse = q.new_empty(q.shape[:3], dtype=_operator_lse_dtype(inputs))
     return o, lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low
+
+
+def _operator_lse_dtype(inputs: Inputs) -> torch.dtype:
+    """Return the dtype of the operator's lse, whichever backend computes it."""
+    q = inputs.q
+    return saved_lse_dtype(q.dtype, inputs) if q.is_cuda else lse_dtype(q.dtype)
+
+
+def public_lse(lse: Tensor, o: Tensor) -> Tensor:
+    """Return the LSE, or its cotangent, in the dtype that callers see; see `saved_lse_dtype`."""
+    dtype = lse_dtype(o.dtype)
+    return lse if lse.dtype == dtype else lse.to(dtype)
 
 
 def _backward(
@@ -100,7 +114,7 @@ def _gradients(
     outputs = Outputs(o, lse, None if o_low is None or o_low.shape != o.shape else o_low)
     # resolve_neg: a kernel reads memory and would miss a tensor's negative bit.
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
-    cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
+    cotangents = Outputs(do, None if dlse is None else public_lse(dlse.resolve_neg(), o))
     return backward_of(inputs, outputs, cotangents, terms, needs)(inputs, outputs, cotangents)
 
 
@@ -222,7 +236,7 @@ class _EagerAttention(torch.autograd.Function):
         ctx.views = views
         if views is not None:
             o, lse = views.outputs(o, lse)
-        return (o, lse) if return_lse else o
+        return (o, public_lse(lse, o)) if return_lse else o
 
     @staticmethod
     def backward(ctx, do, dlse=None):
@@ -254,7 +268,7 @@ def attention_op(
     terms = ScoreNumbers.of(score, deterministic, backend, exact)
     if not is_eager(inputs.tensors()):
         o, lse, *_ = ATTENTION.traced_call(*inputs.flat(), *terms)
-        return o, lse
+        return o, public_lse(lse, o)
     return eager_attention(inputs, terms, forward_of(inputs, terms), None, return_lse)
 
 
@@ -263,11 +277,12 @@ def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend
     terms = ScoreNumbers.of(score, deterministic, backend)
     if not is_eager(inputs.tensors()):
         o, lse, o_low = ATTENTION.traced_call(*inputs.flat(), *terms)
-        return Outputs(o, lse, o_low if o_low.shape == o.shape else None)
+        return Outputs(o, public_lse(lse, o), o_low if o_low.shape == o.shape else None)
     run = forward_of(inputs, terms)
     if profiler._is_profiler_enabled:
-        return Outputs(*recorded("tilewise::attention", inputs.tensors(), run, inputs))
-    return run(inputs)
+        run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
+    o, lse, o_low = run(inputs)
+    return Outputs(o, None if lse is None else public_lse(lse, o), o_low)
 
 
 def eager_attention(
@@ -280,9 +295,10 @@ def eager_attention(
     if profiler._is_profiler_enabled:
         run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
     if not is_differentiated(inputs.tensors()):
-        if views is None:
-            return run(inputs)[:2]
-        return views.outputs(*run(views.inputs(inputs))[:2])
+        o, lse, _ = run(inputs if views is None else views.inputs(inputs))
+        if views is not None:
+            o, lse = views.outputs(o, lse)
+        return o, public_lse(lse, o) if return_lse and lse is not None else None
     q, k, v, bias, _, sink, parts, *_ = inputs
     more = () if parts is None else [getattr(parts, name) for name in DIFFERENTIABLE]
     found = _apply(q, k, v, bias, sink, *more, (inputs, terms, run, views, return_lse))

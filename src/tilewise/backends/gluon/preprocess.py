@@ -9,10 +9,12 @@ import triton.language as tl
 
 from tilewise.backends.gluon.varlen import SeqInfo, first_tile_of, listed_tile, sum_of_head
 from tilewise.backends.kernels.rounding import with_low_bits
+from tilewise.backends.kernels.score import unrounding
 from tilewise.spec.score import COARSE_LSE
 
 LOG2E = tl.constexpr(1.4426950408889634)
 COARSE = tl.constexpr(COARSE_LSE)
+LEAST = tl.constexpr(2.0**-14)  # change of a probability that counts: an eighth of float16's rounding
 ZEROED_AT_ONCE = tl.constexpr(128)  # counters that a program zeroes at once
 
 
@@ -32,7 +34,7 @@ def _load_rows(x, b, h, rows, row_end, cols, col_end):
 
 
 @triton.jit
-def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, lists, value_dim, sizes,
+def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, mended, lists, value_dim, sizes,
                              counters, weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, BLOCK_M: tl.constexpr,
                              BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """Like `preprocess_kernel`, but for a packed batch: one program per query tile and head.
@@ -47,8 +49,9 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, cou
     if n < tl.load(lists.queries):
         seq, tile = listed_tile(lists.queries, n)
         place = h * sizes.row_tiles + first_tile_of(lists.queries, n, seq, BLOCK_M) + tile
-        _statistics((o, o_low, do), lse, dlse, bias, stats, dq_accum, seq.keys == 0, h, place, tile * BLOCK_M, seq,
-                    value_dim, sizes, weight, BIAS_GROUP, HAS_DLSE, bias is not None, BLOCK_M, BLOCK_D)  # fmt: skip
+        _statistics((o, o_low, do, mended), lse, dlse, bias, stats, dq_accum, counts, seq.keys == 0, h, place,
+                    tile * BLOCK_M, seq, value_dim, sizes, weight,
+                    BIAS_GROUP, HAS_DLSE, bias is not None, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
@@ -69,9 +72,9 @@ def _zero_first_sums(dq_accum, key_list, sizes, BLOCK_M: tl.constexpr, BLOCK_D: 
 
 
 @triton.jit
-def preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, value_dim, sizes, counters, weight,
-                      BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
-                      BLOCK_D: tl.constexpr):  # fmt: skip
+def preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, mended, value_dim, sizes, counters,
+                      weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Write the LSE in base 2 and −delta = dLSE − rowsum(dO∘O) of each row, and zero the counters.
 
     Also zeroes the dQ sums of the first heads, which no later kernel zeroes.
@@ -84,17 +87,19 @@ def preprocess_kernel(o, o_low, do, lse, dlse, bias, stats, dq_accum, counts, va
     recomputed probabilities include it, and delta is divided by it, because delta times a probability must not include
     it.
     o_low: with dropout, the low bits that rounding o removed, else None.
-    o, o_low, do, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_accum: (B·H·tiles,
+    mended: where lse is float64, a buffer for the dO that makes up for its rounding, see `unrounding`; else None. Only
+    query tiles where the rounding changes probabilities are written; ``counts[-1 - tile]`` is 1 for these, else 0.
+    o, o_low, do, mended, dlse, bias: `Strided`. lse: (B, H, M). stats: (B·H·tiles, 2, BLOCK_M). dq_accum: (B·H·tiles,
     BLOCK_M·BLOCK_D). counts: (counters,), int32.
-    lse, dlse, stats, dq_accum: float32.
+    dlse, stats, dq_accum: float32.
     """
     _zero_counters(counts, counters)
     pid = tl.program_id(0)
     bh = pid // sizes.row_tiles
     row0, seq = pid % sizes.row_tiles * BLOCK_M, SeqInfo(0, 0, sizes.queries, 0, 0)
     zeroes = bh // sizes.group < sizes.zeroed
-    _statistics((o, o_low, do), lse, dlse, bias, stats, dq_accum, zeroes, bh, pid, row0, seq, value_dim, sizes, weight,
-                BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
+    _statistics((o, o_low, do, mended), lse, dlse, bias, stats, dq_accum, counts, zeroes, bh, pid, row0, seq,
+                value_dim, sizes, weight, BIAS_GROUP, HAS_DLSE, HAS_BIAS, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
 @triton.jit
@@ -105,14 +110,15 @@ def _zero_counters(counts, counters):
 
 
 @triton.jit
-def _statistics(outputs, lse, dlse, bias, stats, dq_accum, zeroes, bh, place, row0, seq, value_dim, sizes, weight,
-                BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+def _statistics(outputs, lse, dlse, bias, stats, dq_accum, counts, zeroes, bh, place, row0, seq, value_dim, sizes,
+                weight, BIAS_GROUP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
                 BLOCK_D: tl.constexpr):  # fmt: skip
     """Write the statistics of one tile: the rows from ``row0`` on of a sequence, a `SeqInfo`.
 
-    bh: the head. place: the tile's index among all tiles. outputs: o, o_low and do. zeroes: zero the tile's dQ sum.
+    bh: the head. place: the tile's index among all tiles. outputs: o, o_low, do and mended. zeroes: zero the tile's dQ
+    sum.
     """
-    o, o_low, do = outputs
+    o, o_low, do, mended = outputs
     heads = sizes.kv_heads * sizes.group
     b, h = bh // heads, bh % heads
     within = row0 + tl.arange(0, BLOCK_M)
@@ -129,10 +135,6 @@ def _statistics(outputs, lse, dlse, bias, stats, dq_accum, zeroes, bh, place, ro
         if zeroes:
             zero_at = dq_accum + tl.cast(place, tl.int64) * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
             tl.store(zero_at, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
-    delta = tl.sum(o_tile * do_tile, 1)
-    if HAS_DLSE:
-        at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
-        delta -= tl.load(at + rows.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
     base2 = natural * LOG2E
     if HAS_BIAS:
         at = bias.pointer + tl.cast(b, tl.int64) * bias.stride0 + tl.cast(h // BIAS_GROUP, tl.int64) * bias.stride1
@@ -140,8 +142,26 @@ def _statistics(outputs, lse, dlse, bias, stats, dq_accum, zeroes, bh, place, ro
         base2 = (natural - constant) * LOG2E
     if weight is not None:
         base2 -= tl.log2(weight)
+    left_out = tl.abs(natural) > COARSE  # false for NaN, which must propagate
+    if mended is not None:
+        factor = tl.where(left_out, 1.0, unrounding(base2))
+        coarse = tl.max(tl.abs(factor - 1.0), 0) > LEAST
+        factor = tl.where(coarse, factor, 1.0)
+        rounded = (do_tile * factor[:, None]).to(do.pointer.dtype.element_ty)
+        at = mended.pointer + tl.cast(b, tl.int64) * mended.stride0 + tl.cast(h, tl.int64) * mended.stride1
+        at = at + rows.to(tl.int64)[:, None] * mended.stride2 + cols.to(tl.int64)[None, :]
+        tl.store(at, rounded, mask=(coarse & inside)[:, None] & (cols < value_dim)[None, :])
+        tl.store(counts - 1 - place, coarse.to(tl.int32))
+        do_tile = rounded.to(tl.float32)
+    delta = tl.sum(o_tile * do_tile, 1)
+    if HAS_DLSE:
+        at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
+        more = tl.load(at + rows.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
+        if mended is not None:
+            more *= factor
+        delta -= more
+    if weight is not None:
         delta /= weight
     at_stats = stats + tl.cast(place, tl.int64) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
-    left_out = tl.abs(natural) > COARSE  # false for NaN, which must propagate
-    tl.store(at_stats, tl.where(left_out, float("inf"), base2))
+    tl.store(at_stats, tl.where(left_out, float("inf"), base2.to(tl.float32)))
     tl.store(at_stats + BLOCK_M, tl.where(left_out, 0.0, -delta))  # else 0 · a non-finite cotangent would be NaN

@@ -181,3 +181,13 @@ def score_tile_gradient(p, dp, delta, slope, terms):
     if terms.HAS_CAP:
         ds = db * slope
     return ds, db
+
+
+@triton.jit
+def unrounding(base2):
+    """Return f = 2^(r - L) for float64 numbers L, which the main kernels of a backward round to float32 numbers r.
+
+    They compute P = 2^(s - r). As f P dO = P (f dO) and f P (dP - D) = P (f dP - f D), f dO and f D in place of dO and
+    D make every gradient that of f P, at no cost in their loops.
+    """
+    return tl.exp2((base2.to(tl.float32).to(tl.float64) - base2).to(tl.float32))

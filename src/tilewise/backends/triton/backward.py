@@ -13,7 +13,7 @@ import triton.language as tl
 
 from tilewise.backends.kernels.dropout import kept, stream
 from tilewise.backends.kernels.rounding import with_low_bits
-from tilewise.backends.kernels.score import query_tiles, score_tile_gradient
+from tilewise.backends.kernels.score import query_tiles, score_tile_gradient, unrounding
 from tilewise.backends.triton.relative import (
     far_count,
     far_place,
@@ -48,19 +48,21 @@ COARSE = tl.constexpr(COARSE_LSE)
 
 
 @triton.jit
-def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, sizes, HAS_DLSE: tl.constexpr, c):
+def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, sizes, HAS_DLSE: tl.constexpr, c):
     """Compute `row_statistics` of a tile of queries per program."""
     tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
-    row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE, c)
+    row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile, h, b, sizes, HAS_DLSE, c)
 
 
 @triton.jit
-def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, sizes, HAS_DLSE: tl.constexpr, c):
+def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile, h, b, sizes, HAS_DLSE: tl.constexpr,
+                   c):  # fmt: skip
     """Store delta = rowsum(dO∘O) − dLSE and the base-2 LSE, padded_queries per head; zero dq_accum.
 
     Fully masked rows and rows past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So do
     rows with abs(LSE) > COARSE: its rounding changes the probabilities by any factor, up to an overflow into dK and dV.
-    o_low: rounding error of a 16-bit o, or None.
+    o_low: rounding error of a 16-bit o, or None. mended: where to store a dO that makes up for the rounding of lse2,
+    see `unrounding`; None if lse is float32.
     """
     m0 = tile * c.BLOCK_M
     m = m0 + tl.arange(0, c.BLOCK_M)
@@ -71,15 +73,23 @@ def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, tile, h, b, s
     if o_low is not None:
         low = load_rows(o_low, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c)
         o_tile = with_low_bits(o_tile, low)
+    natural = tl.load(lse + row_at(head, m, lse_length(sizes, c)), mask=inside, other=-float("inf"))
+    left_out = tl.abs(natural) > COARSE  # False for NaN, which must reach the gradients
+    if mended is not None:
+        factor = tl.where(left_out, 1.0, unrounding(natural * LOG2E))
+        do_tile = (do_tile * factor[:, None]).to(do.pointer.dtype.element_ty)
+        store_rows(mended, do_tile, b, h, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
+        do_tile = do_tile.to(tl.float32)
     row = tl.sum(o_tile * do_tile, 1)
     if HAS_DLSE:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
-        row -= tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
-    natural = tl.load(lse + row_at(head, m, lse_length(sizes, c)), mask=inside, other=-float("inf"))
-    left_out = tl.abs(natural) > COARSE  # False for NaN, which must reach the gradients
+        more = tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
+        if mended is not None:
+            more *= factor
+        row -= more
     at_row = row_at(head, m, sizes.padded_queries)
     tl.store(delta + at_row, tl.where(left_out, 0.0, row))  # 0 · NaN = NaN, if the cotangent is not finite
-    tl.store(lse2 + at_row, tl.where(left_out, float("inf"), natural * LOG2E))
+    tl.store(lse2 + at_row, tl.where(left_out, float("inf"), (natural * LOG2E).to(tl.float32)))
     if c.WANT_Q:
         at, within = dq_accum_at(dq_accum, head, m, sizes, c)
         tl.store(at, tl.zeros([c.BLOCK_D, c.BLOCK_M], tl.float32), mask=within)

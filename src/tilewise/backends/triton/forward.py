@@ -236,7 +236,11 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
     if c.SPLIT:
         b += split * sizes.batch
     row = row_at(head_at(b, head, sizes, c), m, lse_length(sizes, c))
-    tl.store(lse + row, m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2, mask=m < sizes.queries)
+    value = m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2
+    if lse.dtype.element_ty == tl.float64:  # from the rounded number that `_attend` has subtracted, if that is finite
+        top = m_i * terms.exponent
+        value = tl.where(tl.abs(top) < float("inf"), (top.to(tl.float64) + tl.log2(l_i)) * LN2, value)
+    tl.store(lse + row, value, mask=m < sizes.queries)
     store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
     if o_low is not None:
         low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
@@ -249,8 +253,8 @@ def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
 
         LSE = log sum_s e^LSE_s,  O = sum_s e^(LSE_s - LSE) O_s
 
-    parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M). A fully masked query has O = 0, LSE = -inf. sink:
-    a `Strided` or None, added to the LSE like a split without output. o_low: as in `forward_kernel`.
+    parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M) in lse's dtype. A fully masked query has O = 0,
+    LSE = -inf. sink: a `Strided` or None, added to the LSE like a split without output. o_low: as in `forward_kernel`.
     """
     query = tl.cast(tl.program_id(0), tl.int64)
     queries = tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.queries
@@ -262,7 +266,7 @@ def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
         more = load_sink(sink, head // sizes.heads, head % sizes.heads, query % sizes.queries, sizes)
         top = tl.maximum(top, more)
     base = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.sum(tl.exp(found - base), 0)  # NaN if any is
+    total = tl.sum(tl.exp((found - base).to(tl.float32)), 0)  # NaN if any is
     if sink is not None:
         total += tl.exp(more - base)
 
@@ -270,7 +274,8 @@ def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
     acc = tl.zeros([c.BLOCK_DV], tl.float32)
     for s0 in tl.range(0, sizes.splits, 16):
         s = s0 + tl.arange(0, 16)
-        weight = tl.exp(tl.load(part_lse + s * queries + query, mask=s < sizes.splits, other=-float("inf")) - base)
+        own = tl.load(part_lse + s * queries + query, mask=s < sizes.splits, other=-float("inf"))
+        weight = tl.exp((own - base).to(tl.float32))
         inside = (s < sizes.splits)[:, None] & (cols < sizes.value_dim)[None, :]
         part = tl.load(parts + (s * queries + query)[:, None] * sizes.value_dim + cols[None, :], mask=inside, other=0.0)
         acc += tl.sum(weight[:, None] * part, 0)

@@ -21,7 +21,9 @@ from tilewise.backends import (
     allocation,
     device_of,
     empty_low_bits,
+    empty_mended,
     empty_output,
+    saved_lse_dtype,
 )
 from tilewise.backends.kernels.block_mask import tile_how, tile_layout
 from tilewise.backends.kernels.score import INTERPRET
@@ -187,6 +189,7 @@ class TritonForward:
         o = target = empty_output(q, problem.value_dim, "meta")
         self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
         self.empty_low = None if o_low is None else allocation(o_low, q.device)
+        self.lse_dtype = saved_lse_dtype(problem.dtype, problem)
         self.merge, self.shared = None, None
         if shares > 1:
             target = o.new_empty((shares * problem.batch, *o.shape[1:]), dtype=torch.float32)
@@ -232,7 +235,7 @@ class TritonForward:
         q = inputs.q
         with device_of(q):
             o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
-            lse = torch.empty(self.layout_o[0][:3], dtype=torch.float32, device=q.device)
+            lse = torch.empty(self.layout_o[0][:3], dtype=self.lse_dtype, device=q.device)
             o_low = None if self.empty_low is None else self.empty_low()
             if self.problem.totals is not None and inputs.parts is not None:  # rows outside all sequences
                 o.zero_()
@@ -244,7 +247,7 @@ class TritonForward:
                     self.main(*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths, o, o_low, lse)
                 else:
                     shares = torch.empty(self.shared, dtype=torch.float32, device=q.device)
-                    share_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=q.device)
+                    share_lse = torch.empty(self.shared[:3], dtype=self.lse_dtype, device=q.device)
                     self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, None, share_lse)
                     self.merge(shares, share_lse, o, o_low, lse, inputs.sink)
             except OutOfResources as error:
@@ -258,15 +261,19 @@ class TritonBackward:
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
         self.problem, self.needs = problem, needs
-        config = backward_config(problem, _uses_tma(problem, *inputs[:3], cotangents.o))
+        mended = empty_mended(outputs, cotangents.o)
+        self.empty_mended = None if mended is None else allocation(mended, inputs.q.device)
+        config = backward_config(problem, _uses_tma(problem, *inputs[:3], cotangents.o if mended is None else mended))
         self._prepare(config, inputs, outputs, cotangents)
 
     def _prepare(self, config: TritonConfig, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
         problem, needs, (q, k, v, bias, mask, sink, parts, *_) = self.problem, self.needs, inputs
         do, dlse, _ = cotangents
+        mended = empty_mended(outputs, do)
+        read_do = do if mended is None else mended
         self.config = config
         self.other: TritonBackward | None = None
-        tma = _uses_tma(problem, q, k, v, do)
+        tma = _uses_tma(problem, q, k, v, read_do)
         block_m = config.block_m
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
         row_tiles, row_batch = m_tiles * problem.batch, problem.batch
@@ -309,7 +316,7 @@ class TritonBackward:
         first = bias_first(problem)
         c = _compiled(
             problem, config, inputs, tma, widths(problem, tma, forward=False),
-            q, k, v, outputs.o, do, bias, mask, dq, dk, dv, dbias, *flat_parts(parts), *dparts.values(),
+            q, k, v, outputs.o, do, read_do, bias, mask, dq, dk, dv, dbias, *flat_parts(parts), *dparts.values(),
             flat=(by_elements or (INTERPRET and begins_anywhere(problem, bias))) and config.block_n % 32 == 0,
             BIAS_FIRST=first,
             LISTS=lists,
@@ -332,7 +339,7 @@ class TritonBackward:
         stats_layout = _stats_layout(stats, block_m, tma)
         *qkv, bias_layout, mask_layout = _input_layouts(inputs, config, c, tma)
         rows = (
-            *qkv, _rows_layout(do, block_m, c.BLOCK_DV, tma), stats_layout, stats_layout, bias_layout, mask_layout,
+            *qkv, _rows_layout(read_do, block_m, c.BLOCK_DV, tma), stats_layout, stats_layout, bias_layout, mask_layout,
             POINTER,
         )  # fmt: skip
         rows_of_queries = (*rows, parts_layout(parts))
@@ -345,7 +352,7 @@ class TritonBackward:
             strided(outputs.o), strided_if_any(outputs.o_low), strided(do), POINTER,
             strided(None if dlse is None else dlse[..., None]),
         )  # fmt: skip
-        rows_before: tuple[Any, ...] = (*before, POINTER, POINTER, POINTER)
+        rows_before: tuple[Any, ...] = (*before, POINTER, POINTER, POINTER, strided_if_any(mended))
         own = Record(OwnKeys, (strided(k), strided(v), POINTER, strided(dk), strided(dv)))
         self.finite = self.main = self.postprocess = self.query_gradient = self.bias_gradient = None
         # Gaps between the matrices of a ragged dBias must be zeroed.
@@ -441,7 +448,8 @@ class TritonBackward:
             dbias = empty_bias_gradient(self.problem, bias, self.reduction, q.device)
             lengths = flat_lengths(inputs.lengths)
             finite = None if self.empty_finite is None else self.empty_finite()
-            stats = (outputs.o, outputs.o_low, do, outputs.lse, dlse, delta, lse2, dq_accum)
+            mended = None if self.empty_mended is None else self.empty_mended()
+            stats = (outputs.o, outputs.o_low, do, outputs.lse, dlse, delta, lse2, dq_accum, mended)
             if self.problem.totals is not None:
                 gaps = dbias if self.has_gaps else None
                 self.preprocess(*stats, *lengths, k, v, finite, dk, dv, dq, gaps)
@@ -451,7 +459,18 @@ class TritonBackward:
                 self.finite(k, v, finite)
             dparts = empty_part_gradients(self.problem, parts, self.needs, q.device)
             masks, found = flat_and_lists(self.masked, mask, inputs.tiles, NO_LISTS)
-            rows = (q, k, v, do, lse2, delta, bias, *masks, inputs.seed, *flat_parts(parts))
+            rows = (
+                q,
+                k,
+                v,
+                do if mended is None else mended,
+                lse2,
+                delta,
+                bias,
+                *masks,
+                inputs.seed,
+                *flat_parts(parts),
+            )
             if self.main is not None:
                 given = {name: x for name, x in dparts.items() if name not in self.part_gradients}
                 self.main(

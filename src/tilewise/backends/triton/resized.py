@@ -138,14 +138,14 @@ class ResizedForward:
             with device_of(q):
                 device, (shape, strides) = q.device, self.layout_o
                 o = torch.empty_strided(shape, strides, dtype=q.dtype, device=device)
-                lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+                lse = torch.empty(shape[:3], dtype=self.of.lse_dtype, device=device)
                 if self.shared is None:
                     launches[0].run(
                         values, kept, q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, None, lse
                     )
                 else:
                     sums = torch.empty(self.shared, dtype=torch.float32, device=device)
-                    sum_lse = torch.empty(self.shared[:3], dtype=torch.float32, device=device)
+                    sum_lse = torch.empty(self.shared[:3], dtype=self.of.lse_dtype, device=device)
                     launches[0].run(
                         values, kept, q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, None, sum_lse
                     )  # fmt: skip
@@ -200,7 +200,7 @@ def resized_backward(
         given = *given, (*dlse.shape, 1), (*dlse.stride(), 1)
     new.preprocess = run.preprocess.resized(
         row_programs,
-        (_OUT, None, _DO, None, None if dlse is None else _DLSE, None, None, None),
+        (_OUT, None, _DO, None, None if dlse is None else _DLSE, None, None, None, None),
         given,
         (sizes, *run.preprocess.numbers[1:]),
     )

@@ -53,7 +53,7 @@ from tilewise.backends.gluon.sm90.backward.scheduler import (
     work_tile_at,
     work_tile_count,
 )
-from tilewise.backends.gluon.sm90.backward.warps import fetch_keys_of, store_keys_of
+from tilewise.backends.gluon.sm90.backward.warps import fetch_keys_of, load_do, store_keys_of
 from tilewise.backends.gluon.sm90.common.key_mask import new_step_tiles, store_ones
 from tilewise.backends.gluon.sm90.common.wgmma import tile_layout
 from tilewise.backends.gluon.varlen import box_of
@@ -112,7 +112,7 @@ def compute_element(x, element, tile_indices, counts, terms, sizes, c, ELEMENT: 
 
 
 @gluon.jit
-def load_step(x, rows, work_tile, h, m, step, sizes, c):
+def load_step(x, rows, counts, work_tile, h, m, step, sizes, c):
     """Load Q, dO, the LSE and delta of one element and step."""
     BYTES: gl.constexpr = x.q.block_type.nbytes + x.do.block_type.nbytes + 2 * x.stats.block_type.nbytes
     slot = slot_of(rows.pipeline, step)
@@ -123,7 +123,7 @@ def load_step(x, rows, work_tile, h, m, step, sizes, c):
     at_stats = row_tile(work_tile, h, m, sizes) * (2 * c.BLOCK_M)
     tma_load(x.q, at_rows, full, rows.pipeline.slots.index(slot))
     tma_load(x.stats, [at_stats], full, rows.stats.index(2 * slot))
-    tma_load(x.do, at_rows, full, rows.do.index(slot))
+    load_do(x, counts, row_tile(work_tile, h, m, sizes), at_rows, full, rows.do.index(slot), c)
     tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
 
 
@@ -162,7 +162,7 @@ def load_elements(x, elements, tile_indices, counts, terms, sizes, c):
                 at = box_of(0, 0, 0, h // c.BIAS_GROUP, m * c.BLOCK_M, c, first.n0)
                 tma_load(x.bias, at, bias_pipeline.full.index(slot), bias_pipeline.slots.index(slot))
                 for element in gl.static_range(c.ELEMENTS):
-                    load_step(x, elements[element].rows, of_element(first, element), h, m, step, sizes, c)
+                    load_step(x, elements[element].rows, counts, of_element(first, element), h, m, step, sizes, c)
                 step += 1
         tile_index = next_index
         nth += 1
@@ -272,13 +272,15 @@ def add_elements(x, elements, dbias, tile_indices, terms, sizes, c):
 
 @gluon.jit
 def batched_kernel(
-    q, k, v, do, bias, stats, dq_accum, dk, dv, dq, given, bits, pieces, dbias, counts, lists, terms, sizes, c
+    q, k, v, do, bias, stats, dq_accum, dk, dv, dq, given, bits, mended, pieces, dbias, counts, lists, terms, sizes, c
 ):
     """Like `backward_kernel`, but ``dq`` and ``dbias`` (float32) are each a `Strided`."""
     gl.static_assert(c.ELEMENTS == 3, "an element has a partition of its own")
     gl.static_assert(c.DYNAMIC and c.STAGES == c.DO_STAGES and c.M_SUBTILES == 1 and c.WARPS == 4)
     wait_for_previous()
-    x = BackwardOperands(q, k, v, do, bias, stats, dq_accum, dk, dv, ABSENT, given.seed, bits, given.tile_list)
+    x = BackwardOperands(
+        q, k, v, do, bias, stats, dq_accum, dk, dv, ABSENT, given.seed, bits, given.tile_list, mended
+    )  # fmt: skip
     bias_pipeline = new_pipeline(bias, c.STAGES, c.BLOCK_M, c.BLOCK_N, c.ELEMENTS)
     ones = ABSENT
     if c.HIDES_KEYS:

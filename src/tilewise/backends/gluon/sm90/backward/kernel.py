@@ -177,6 +177,7 @@ class BackwardConstants(NamedTuple):
     VALUE_STAGES: Any  # if fewer than KEY_STAGES, dV leaves through dQ's shared memory, see `backward.warps`
     DYNAMIC: Any  # persistent programs take the next free work tile; else one each
     ZEROED_BY_TILE: Any  # packed batch: `BackwardSizes.zeroed` counts work tiles, not heads, see `zero_ahead`
+    MENDS: Any  # the LSE is float64: dO of some query tiles is read from ``mended``
     PACKED: Any  # packed batch: work tiles are listed, see `gluon.varlen`
 
 
@@ -195,6 +196,7 @@ class BackwardOperands(NamedTuple):
     bias: None if `BackwardConstants.BIAS` is "none", a `Strided` for "cols".
     dbias: for "cols" a pointer, float32 (B, H, N); if DBIAS is "reduce" the dS buffer of `DbiasTiles`.
     bits: of a mask, see `mask_kernels`; None without one.
+    mended: see `gluon.preprocess.preprocess_kernel`; None unless MENDS.
     tile_list: of a mask or a packed batch; with UNDERFLOWS the reach of each key/value head, see `underflow`."""
 
     q: Any
@@ -210,6 +212,7 @@ class BackwardOperands(NamedTuple):
     seed: Any
     bits: Any
     tile_list: Any
+    mended: Any
 
 
 class TileIndices(NamedTuple):
@@ -600,14 +603,15 @@ def compute(x, rows, keys, values, dq_pipeline, shared, tile_indices, counts, te
 
 @gluon.jit
 def backward_kernel(
-    q, k, v, do, bias, stats, dq, dk, dv, dbias, given, bits, pieces, shared_dbias, counts, lists, terms, sizes, c
-):
+    q, k, v, do, bias, stats, dq, dk, dv, dbias, given, bits, mended, pieces, shared_dbias, counts, lists, terms, sizes,
+    c,
+):  # fmt: skip
     """Compute dK, dV, dBias and dq_accum = dQ / scale. For the first ten arguments see `BackwardOperands`.
 
     pieces, shared_dbias, lists: see `DbiasTiles`; unless DBIAS is "reduce", ``pieces`` is a pointer to dq_accum.
     counts: see `backward.scheduler.Counters`."""
     wait_for_previous()
-    x = BackwardOperands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list)
+    x = BackwardOperands(q, k, v, do, bias, stats, dq, dk, dv, dbias, given.seed, bits, given.tile_list, mended)
     dbias_tiles = shared_dbias if c.ZEROES_DBIAS else pieces
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)

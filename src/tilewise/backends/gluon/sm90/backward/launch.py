@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, empty_mended
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.preprocess import ZEROED_AT_ONCE, Lists, packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import kept_weight, score_terms
@@ -104,6 +104,11 @@ class HopperBackward:
         self.zeroed_heads = -(-sizes.lag // sizes.key_tiles) if ahead else 0
         self.heads_alone = sizes.kv_heads // sizes.broadcast_heads  # with a bias of their own
         do, dlse, _ = cotangents
+        mended = empty_mended(outputs, do)
+        self.empty_mended = None if mended is None else allocation(mended, q.device)
+        # Before the counters, a number for each query tile, of absent batch elements too.
+        tiles = row_programs + (config.elements - 1) * sizes.row_tiles * p.heads
+        self.flags = 0 if mended is None else -(-tiles // 32) * 32
         # float32, for each query tile: LSE in base 2 and −delta; for a Toeplitz bias also two LSEs of far tiles
         toeplitz = None if parts is None else parts.toeplitz
         stats_of_tile = 2 * block_m if toeplitz is None else 4 * block_m
@@ -138,7 +143,7 @@ class HopperBackward:
             and dbias is not None
             and first + dbias.stride(0) + ZEROED_AT_ONCE.value * row_programs < 2**31
         ):
-            self.dbias_layout, counted = (dbias.shape, dbias.stride(), first), first + dbias.stride(0)
+            self.dbias_layout, counted = (dbias.shape, dbias.stride(), self.flags + first), first + dbias.stride(0)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
         self.summary, self.mask = None, None
@@ -148,7 +153,8 @@ class HopperBackward:
             self.mask = TileListCache(self._known_mask, problem)
         dlse_rows = None if dlse is None else dlse[..., None]
         weight = kept_weight(problem)
-        terms, c, axes = score_terms(problem), _compiled(problem, config, width, dynamic, ahead), bias_axes(problem)
+        terms, axes = score_terms(problem), bias_axes(problem)
+        c = _compiled(problem, config, width, dynamic, ahead, mended is not None)
         if self.adds and isinstance(self.values, Skewed):
             self.zeros = zeros_launch(self.values, p.keys, terms, block_m, block_n)
         elif self.adds and isinstance(self.values, PackedValues) and parts is not None and parts.query is not None:
@@ -185,6 +191,7 @@ class HopperBackward:
                 POINTER,
                 POINTER,
                 POINTER,
+                strided_if_any(mended),
                 *((Record(Lists, (POINTER, POINTER)),) if packed else ()),
             ),
             (p.value_dim, sizes, counted, weight, c.BIAS_GROUP.value, dlse is not None, *tiled),
@@ -220,6 +227,7 @@ class HopperBackward:
                 else box(dbias if ds_buffer is None else ds_buffer, block_m, block_n),
                 Record(Given, (POINTER, POINTER)),
                 POINTER if self.summary is None or self.elements else vector(self.summary.bits_like, 2 * block_n),
+                box(mended, block_m, width),
                 *dbias_tiles,
             ),
             (terms, sizes, c),
@@ -279,7 +287,9 @@ class HopperBackward:
         """Return row statistics, counters and dq_accum (if unused, the first), uninitialised."""
         stats_size, counted, accum = self.sizes
         stats = torch.empty(stats_size, dtype=torch.float32, device=device)
-        counts = torch.empty(counted, dtype=torch.int32, device=device)
+        counts = torch.empty(self.flags + counted, dtype=torch.int32, device=device)
+        if self.flags:
+            counts = counts[self.flags :]
         if self.dq_stored:
             return stats, counts, stats
         return stats, counts, torch.empty((accum, DQ_COLS.value), dtype=torch.float32, device=device)
@@ -349,7 +359,8 @@ class HopperBackward:
             sums = None if self.dq_stored else dq_accum
             of_rows = bias if self.of_rows else None
             both_lists = (*rows_listed, key_list) if rows_listed else ()
-            self.before(o, o_low, do, lse, dlse, of_rows, stats, sums, counts, *both_lists)
+            mended = None if self.empty_mended is None else self.empty_mended()
+            self.before(o, o_low, do, lse, dlse, of_rows, stats, sums, counts, mended, *both_lists)
             ds_buffer = None if self.empty_ds_buffer is None else self.empty_ds_buffer()
             _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
             if self.sparse_sum is not None and known.states is not None and dbias is not None:
@@ -368,7 +379,9 @@ class HopperBackward:
             if self.elements:
                 found = dq
             leaves = dq if self.dq_stored else dq_accum
-            self.main(q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, known.bits, *dbias_tiles)
+            self.main(
+                q, k, v, do, of_pairs, stats, leaves, dk, dv, found, seed, tile_list, known.bits, mended, *dbias_tiles
+            )  # fmt: skip
             if self.elements and bias is not None and self.after is not None:
                 total, dbias = dbias, torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
                 self.after(dq_accum, dq, total, dbias)
@@ -467,7 +480,7 @@ def _sorts(problem: Problem, config: BackwardConfig) -> bool:
 
 
 def _compiled(
-    problem: Problem, config: BackwardConfig, width: int, dynamic: bool, ahead: bool = False
+    problem: Problem, config: BackwardConfig, width: int, dynamic: bool, ahead: bool = False, mends: bool = False
 ) -> BackwardConstants:
     bias, mask, axes = problem.bias, problem.mask, bias_axes(problem)
     values = BackwardConstants(
@@ -521,6 +534,7 @@ def _compiled(
         VALUE_STAGES=config.value_stages if dynamic else 1,
         DYNAMIC=dynamic,
         ZEROED_BY_TILE=problem.totals is not None and config.dq_by_tma and not config.dq_stored,
+        MENDS=mends,
         PACKED=problem.totals is not None,
     )
     return constants(values)

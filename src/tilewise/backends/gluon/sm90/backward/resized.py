@@ -24,8 +24,8 @@ _STATS, _ACCUM, _DQ, _DK, _DV, _Q, _K, _V, _O, _LSE, _DO, _DLSE = range(_FIRST, 
 def backward_bases(run: Any, has_dlse: bool) -> list[tuple[Launch, Varied]]:
     """Return the launches of a `HopperBackward`, and what varies with lengths, see `resized_launches`."""
     leaves = _DQ if run.dq_stored else _ACCUM if run.config.dq_by_tma else None
-    before = (_O, None, _DO, None, _DLSE if has_dlse else None, None, None, None, None)
-    main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, None, (None, None), *(None,) * 5)
+    before = (_O, None, _DO, None, _DLSE if has_dlse else None, None, None, None, None, None)
+    main = (_Q, _K, _V, _DO, None, _STATS, leaves, _DK, _DV, None, (None, None), *(None,) * 6)
     terms = run.main.numbers[0]
     same = [None] * (len(run.before.numbers) - 3)
     found = [
@@ -145,10 +145,10 @@ class ResizedBackward:
                 dq.zero_()
         else:
             sums = leaves = pointer = lse.new_empty((accum, DQ_COLS.value))
-        launches[0].run(values, kept, o, None, do, lse, dlse, None, stats, sums, counts)
+        launches[0].run(values, kept, o, None, do, lse, dlse, None, stats, sums, counts, None)
         launches[1].run(
-            values, main_kept, q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, pointer, None, counts,
-            None,
+            values, main_kept, q, k, v, do, None, stats, leaves, dk, dv, None, seed, None, None, None, pointer, None,
+            counts, None,
         )  # fmt: skip
         if sums is not None:
             launches[2].run(values, after_kept, sums, dq, counts)

@@ -37,6 +37,19 @@ from tilewise.backends.gluon.varlen import box_of
 
 
 @gluon.jit
+def load_do(x, counts, tile, at, full, slot, c):
+    """Load dO of a query tile, from ``mended`` if it is there. tile: its number, as in stats."""
+    if c.MENDS:
+        coarse = gl.load(counts - 1 - tile)
+        if coarse == 0:
+            tma_load(x.do, at, full, slot)
+        else:
+            tma_load(x.mended, at, full, slot)
+    else:
+        tma_load(x.do, at, full, slot)
+
+
+@gluon.jit
 def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
     """Load all query tiles of a work tile; return the steps done and, with DYNAMIC, the next tile index."""
     Q_BYTES: gl.constexpr = x.q.block_type.nbytes + x.stats.block_type.nbytes
@@ -83,7 +96,7 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
                 full = rows.do_pipeline.full.index(slot)
                 mbarrier.wait(rows.do_pipeline.empty.index(slot), (use_of(rows.do_pipeline, step) & 1) ^ 1)
                 mbarrier.expect(full, DO_BYTES)
-            tma_load(x.do, at_rows, full, rows.do.index(slot))
+            load_do(x, counts, row_tile(work_tile, h, m, sizes), at_rows, full, rows.do.index(slot), c)
             tma_load(x.stats, [at_stats + c.BLOCK_M], full, rows.stats.index(2 * slot + 1))
             step += 1
     if c.DYNAMIC and next_index < 0:  # no tile of the last head is visible

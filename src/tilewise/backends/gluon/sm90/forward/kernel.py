@@ -365,6 +365,7 @@ def finish(
     rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, ROWS)
     inside = rows < tile.seq.queries
     value = m_i * terms.exponent  # a fully masked row has m = -inf, l = 0
+    value = value.to(lse.dtype.element_ty)  # rounded to float32, as the softmax has subtracted it, but its sums are not
     value = (value + (special(l_i, "lg2") if APPROXIMATE else gl.log2(l_i))) * LN2
     if c.HIDES:
         # NaN marks rows for the NaN fix-up: 0 · NaN has reached O, or the bias exceeds the units of s.

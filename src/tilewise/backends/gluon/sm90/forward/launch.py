@@ -16,6 +16,7 @@ from tilewise.backends import (
     empty_output,
     is_elsewhere,
     output_layout,
+    saved_lse_dtype,
 )
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.scheduler import ForwardSizes
@@ -119,6 +120,7 @@ class HopperForward:
         self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
         self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
         self.empty_low = None if o_low is None else allocation(o_low, q.device)
+        self.lse_dtype = saved_lse_dtype(problem.dtype, inputs)
         is_matrix = c.BIAS.value == "matrix"
         self.dynamic = c.DYNAMIC.value
         self.main: Launch = Launch(
@@ -224,7 +226,7 @@ class HopperForward:
         q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
         with device_of(q):
             o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
-            lse = torch.empty(self.layout_o[0][:3], dtype=torch.float32, device=q.device)
+            lse = torch.empty(self.layout_o[0][:3], dtype=self.lse_dtype, device=q.device)
             o_low = None if self.empty_low is None else self.empty_low()
             tile_count_semaphore, known = None, KnownMask()
             if self.documents is not None and self.as_packed is not None:
@@ -270,7 +272,7 @@ class Resized:
         values, launches, (kept, fixup_cached) = self.varied, self.launches, self.kept
         shape, strides = self.layout_o
         o = q.new_empty_strided(shape, strides)
-        lse = q.new_empty(shape[:3], dtype=torch.float32)
+        lse = q.new_empty(shape[:3], dtype=self.of.lse_dtype)
         count = torch.zeros(1, dtype=torch.int32, device=q.device) if self.of.dynamic else None
         launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
         if len(launches) > 1:

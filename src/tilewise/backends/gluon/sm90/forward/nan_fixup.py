@@ -106,8 +106,6 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
     rows = m0 + tl.arange(0, r.BLOCK_M)
     dims, value_dims = tl.arange(0, r.BLOCK_D), tl.arange(0, r.BLOCK_DV)
-    at_lse = lse + (tl.cast(b, tl.int64) * sizes.heads + h) * lse_rows + (seq.first_query + rows)
-    old = tl.load(at_lse, mask=rows < sizes.queries, other=0.0)
     hk = h // sizes.group
     acc = tl.zeros([r.BLOCK_M, r.BLOCK_DV], tl.float32)
     m_i = tl.full([r.BLOCK_M], -float("inf"), tl.float32)
@@ -176,8 +174,14 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
     if seed is not None:
         acc *= terms.weight
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
+    at_lse = lse + (tl.cast(b, tl.int64) * sizes.heads + h) * lse_rows + (seq.first_query + rows)
+    old = tl.load(at_lse, mask=rows < sizes.queries, other=0.0)  # not before the loop, where it spills
     spoilt = old != old
-    tl.store(at_lse, m_i * (exponent * LN2) + tl.log2(l_i) * LN2, mask=spoilt & (rows < sizes.queries))
+    if lse.dtype.element_ty == tl.float64:
+        value = (m_i.to(tl.float64) * tl.full([1], exponent, tl.float32) + tl.log2(l_i)) * LN2
+    else:
+        value = m_i * (exponent * LN2) + tl.log2(l_i) * LN2
+    tl.store(at_lse, value, mask=spoilt & (rows < sizes.queries))
     at = _rows_at(o, b, h, seq, rows, value_dims)
     inside = (spoilt & (rows < sizes.queries))[:, None] & (value_dims < value_dim)[None, :]
     leaving = acc.to(o.pointer.dtype.element_ty)

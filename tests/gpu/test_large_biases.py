@@ -1,0 +1,40 @@
+"""Biases of 10,000 and 1,000,000 on the device, by the error rule: P is made again from an LSE that has no rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Case, check
+
+BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0")
+TERMS = [
+    {"bias": "1hmn"},
+    {"bias": "bhmn", "causal": True},
+    {"bias": "11mn", "deterministic": True},
+    {"bias": "bhm1"},
+    {"bias": "1hmn", "mask": "b1mn", "lse": True},
+    {"bias": "1hmn", "dropout_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e6])
+@pytest.mark.parametrize("D", [32, 64, 128, 256])
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("triton", FLOAT),
+        ("triton", BRAIN),
+        pytest.param("hopper", HALF, marks=HOPPER),
+        pytest.param("hopper", BRAIN, marks=HOPPER),
+    ],
+)
+def test_large_biases(backend, dtype, terms, D, scale):
+    if dtype is HALF and scale == 1e6:
+        pytest.skip("beyond float16")
+    bias_dtype = FLOAT if backend == "triton" else dtype
+    check(
+        Case(B=3, H=4, M=300, N=600, D=D, dtype=dtype, bias_dtype=bias_dtype, bias_scale=scale, **terms),
+        backend, "cuda",
+    )  # fmt: skip
