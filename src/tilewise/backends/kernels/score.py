@@ -23,6 +23,7 @@ T = TypeVar("T", bound=tuple)
 
 LOG2E = 1.4426950408889634
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
+_INTERPRET = tl.constexpr(INTERPRET)
 
 # Compiled host functions; the interpreter runs them directly.
 key_tiles = tiles.key_tiles if INTERPRET else triton.jit(tiles.key_tiles)
@@ -161,11 +162,20 @@ def score_tile(products, added, terms, BIAS: tl.constexpr):
 
 
 @triton.jit
+def product(x, y):
+    """Return x · y rounded to float32. A compiler may merge ``x * y - z`` into an operation that rounds once: then the
+    difference of two equal products is not 0."""
+    if _INTERPRET:
+        return x * y
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], tl.float32, True, 1)
+
+
+@triton.jit
 def with_sink(m_i, l_i, sink, exponent):
     """Return ``(m, l, alpha)`` of finished rows after adding a sink, a score without value in units of m.
 
-    Sums relative to the old maximum must be multiplied by alpha. The maximum is subtracted before scaling, as in the
-    online softmax, so that a sink far above or below all scores does not overflow.
+    Sums relative to the old maximum must be multiplied by alpha. The maximum is subtracted before scaling, so that a
+    sink far above or below all scores does not overflow.
     """
     m_new = tl.maximum(m_i, sink)
     base = tl.where(m_new == -float("inf"), 0.0, m_new)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tilewise.backends.kernels.dropout import kept, stream
 from tilewise.backends.kernels.rounding import low_bits
-from tilewise.backends.kernels.score import key_tiles, split_tiles, with_sink
+from tilewise.backends.kernels.score import key_tiles, product, split_tiles, with_sink
 from tilewise.backends.triton import config
 from tilewise.backends.triton.relative import far_count, far_place, limits_of, near_tiles, origins
 from tilewise.backends.triton.score import score_products, visible_tile
@@ -84,9 +84,9 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
         exponent = tl.where(tl.abs(base) > far, 1.0, exponent)
     elif HIDES:  # a row without a visible key so far has m_new = -inf
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
-    # Subtract before scaling: while the maximum stays, alpha must be exactly 1, or rounding accumulates over the tiles.
-    alpha = tl.exp2((m_i - base) * terms.exponent)
-    top = base * exponent
+    # alpha from rounded products, as p subtracts them: exactly 1 while the maximum stays, and of one size with p
+    top = product(base, exponent)
+    alpha = tl.exp2(product(m_i, exponent) - top)
     p = tl.exp2(s * (exponent[:, None] if c.BIAS else exponent) - top[:, None])
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
