@@ -18,6 +18,19 @@ TERMS = [
 ]
 
 
+# By dtype, terms, D and scale, on Hopper: what is more than twice as wrong as unfused PyTorch.
+KNOWN = [
+    (BRAIN, {"bias": "1hmn"}, 32, 1e6, "the forward of small heads rounds scores in other places than the backward"),
+    (
+        HALF,
+        {"bias": "11mn", "deterministic": True},
+        128,
+        1e4,
+        "O is one rounding off: P·V rounds P, the sum of P does not",
+    ),
+]
+
+
 @pytest.mark.parametrize("scale", [1e4, 1e6])
 @pytest.mark.parametrize("D", [32, 64, 128, 256])
 @pytest.mark.parametrize("terms", TERMS, ids=str)
@@ -30,9 +43,12 @@ TERMS = [
         pytest.param("hopper", BRAIN, marks=HOPPER),
     ],
 )
-def test_large_biases(backend, dtype, terms, D, scale):
+def test_large_biases(backend, dtype, terms, D, scale, request):
     if dtype is HALF and scale == 1e6:
         pytest.skip("beyond float16")
+    for *known, reason in KNOWN if backend == "hopper" else ():
+        if known == [dtype, terms, D, scale]:
+            request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
     bias_dtype = FLOAT if backend == "triton" else dtype
     check(
         Case(B=3, H=4, M=300, N=600, D=D, dtype=dtype, bias_dtype=bias_dtype, bias_scale=scale, **terms),

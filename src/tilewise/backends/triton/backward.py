@@ -48,15 +48,14 @@ COARSE = tl.constexpr(COARSE_LSE)
 
 
 @triton.jit
-def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, sizes, HAS_DLSE: tl.constexpr, c):
+def preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, sizes, c):
     """Compute `row_statistics` of a tile of queries per program."""
     tile, h, b = program_tile(sizes.padded_queries // c.BLOCK_M, sizes.heads, sizes.batch, "tiles")
-    row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile, h, b, sizes, HAS_DLSE, c)
+    row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile, h, b, sizes, c)
 
 
 @triton.jit
-def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile, h, b, sizes, HAS_DLSE: tl.constexpr,
-                   c):  # fmt: skip
+def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile, h, b, sizes, c):  # fmt: skip
     """Store delta = rowsum(dO∘O) − dLSE and the base-2 LSE, padded_queries per head; zero dq_accum.
 
     Fully masked rows and rows past the end get an LSE of +inf, so that their probabilities are exp2(-inf) = 0. So do
@@ -81,7 +80,7 @@ def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile,
         store_rows(mended, do_tile, b, h, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
         do_tile = do_tile.to(tl.float32)
     row = tl.sum(o_tile * do_tile, 1)
-    if HAS_DLSE:
+    if dlse is not None:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
         more = tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
         if mended is not None:

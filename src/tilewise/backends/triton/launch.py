@@ -350,7 +350,7 @@ class TritonBackward:
 
         before = (
             strided(outputs.o), strided_if_any(outputs.o_low), strided(do), POINTER,
-            strided(None if dlse is None else dlse[..., None]),
+            strided_if_any(None if dlse is None else dlse[..., None]),
         )  # fmt: skip
         rows_before: tuple[Any, ...] = (*before, POINTER, POINTER, POINTER, strided_if_any(mended))
         own = Record(OwnKeys, (strided(k), strided(v), POINTER, strided(dk), strided(dv)))
@@ -361,11 +361,11 @@ class TritonBackward:
             self.preprocess = Launch(
                 packed_preprocess_kernel, programs(sizes, block_m, config.block_n, dq, self.has_gaps),
                 (*rows_before, lengths, own, strided_if_any(dq), strided_if_any(dbias if self.has_gaps else None)),
-                (sizes, dlse is not None, c), **usual,
+                (sizes, c), **usual,
             )  # fmt: skip
         else:
             self.preprocess = Launch(
-                preprocess_kernel, row_programs, rows_before, (sizes, dlse is not None, c), **usual
+                preprocess_kernel, row_programs, rows_before, (sizes, c), **usual
             )  # fmt: skip
             if c.HIDES.value:
                 self.finite = Launch(

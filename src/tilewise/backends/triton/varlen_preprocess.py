@@ -28,7 +28,7 @@ def programs(sizes: ProblemSizes, block_m: int, block_n: int, dq: Any, gaps: boo
 
 @triton.jit
 def packed_preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, lengths, own, dq, dbias, sizes,
-                             HAS_DLSE: tl.constexpr, c):  # fmt: skip
+                             c):  # fmt: skip
     """Compute `row_statistics` and `mark_finite`; zero dq, dk, dv and the gaps of a ragged dbias.
 
     Each program does one of these tasks for one tile or chunk. own: `OwnKeys`. dq, dbias: `Strided`, or None.
@@ -45,7 +45,7 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, men
     if pid < first_keys:
         _statistics_of_tile(
             o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, lengths, pid % row_tiles, pid // row_tiles, sizes,
-            HAS_DLSE, c,
+            c,
         )  # fmt: skip
     elif pid < first_queries:
         tile, hk = (pid - first_keys) % key_tiles, (pid - first_keys) // key_tiles
@@ -70,19 +70,19 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, men
 
 @triton.jit
 def _statistics_of_tile(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, lengths, place, h, sizes,
-                        HAS_DLSE: tl.constexpr, c):  # fmt: skip
+                        c):  # fmt: skip
     b, tile, start, sizes = query_tile(lengths, place, sizes, c)
     o, do, lse = rows_from(o, start.query), rows_from(do, start.query), lse + start.query
     if o_low is not None:
         o_low = rows_from(o_low, start.query)
     if mended is not None:
         mended = rows_from(mended, start.query)
-    if HAS_DLSE:
+    if dlse is not None:
         dlse = rows_from(dlse, start.query)
     if c.WANT_Q:
         dq_accum += start.padded
     delta, lse2 = delta + start.padded, lse2 + start.padded
-    row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile, h, b, sizes, HAS_DLSE, c)
+    row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile, h, b, sizes, c)
 
 
 @triton.jit
