@@ -69,7 +69,7 @@ def test_equal_inputs_give_equal_bits_where_programs_wait_for_each_other():
     x, dp = (torch.randn(500, 65536, dtype=BRAIN, device="cuda") for _ in range(2))
     strides = tuple(x.stride())
     layouts = strides, None, None, strides
-    _, config, _ = launch._prepare(tuple(x.shape), 1, layouts, 2, False, launch._processors(x), plain=False)
+    _, config, _ = launch._prepare(tuple(x.shape), 1, layouts, 2, False, launch._processors(x), False)
     if not config.on_chip:
         pytest.skip("a device of few multiprocessors: programs do not wait there")
     assert config.parts > 1
