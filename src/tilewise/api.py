@@ -142,10 +142,11 @@ def attention(
     Leading dimensions: q, k and v may be (..., H, M, D) with equal leading dimensions, and o and lse then have them
     too. bias and mask broadcast along each of them, and a sink per query is (..., H, M). No tensor is copied or
     expanded. If each tensor is either full or broadcast along all leading dimensions, and views can merge them, they
-    become the batch of one call, with batch elements counted in row-major order. Otherwise tilewise makes one call per
-    index of as few leading dimensions as possible and stacks the results: q (B, N, H, M, D) with a bias (B, 1, H, M, N)
-    takes B calls. Each call draws its own dropout seed, so dropout_seed is an error there. Bias terms and tile masks
-    are shared by all leading dimensions.
+    become the batch of one call, with batch elements counted in row-major order. A mask may also broadcast along the
+    first of them only, as (1, N, 1, M, N) in Swin. Otherwise tilewise makes one call per index of as few leading
+    dimensions as possible and stacks the results: q (B, N, H, M, D) with a bias (B, 1, H, M, N) takes B calls. Each
+    call draws its own dropout seed, so dropout_seed is an error there. Bias terms and tile masks are shared by all
+    leading dimensions.
 
     Nested tensors: q (B, H, j, D), k (B, Hkv, l, D) and v (B, Hkv, l, Dv) may all be jagged (``layout=torch.jagged``),
     for example the ``transpose(1, 2)`` of (B, j, H, D). Nothing is padded or copied; o has q's j, and lse is jagged (B,

@@ -54,13 +54,14 @@ def check(ours, theirs, tolerance=1e-10):
 
 def count_calls(monkeypatch):
     """How many 4-dimensional calls there have been, by their batch sizes."""
-    calls, read = [], api.read_call
+    calls, read = [], leading.read_call
 
     def counted(q, *args, **kwargs):
         calls.append(q.shape[0])
         return read(q, *args, **kwargs)
 
     monkeypatch.setattr(api, "read_call", counted)
+    monkeypatch.setattr(leading, "read_call", counted)
     monkeypatch.setattr(api, "cached_call", lambda *_: None)
     return calls
 
@@ -75,6 +76,9 @@ SHAPES = {
     "two dimensions": ((M, K), [B * N]),
     "four dimensions": ((N, 1, 1, K), [N] * B),
 }
+
+
+REPEATED = ("shared along the outer", "four dimensions")  # as a mask: one call
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -96,8 +100,63 @@ def test_mask(shape, monkeypatch):
     inputs = qkv()
     planted = [inputs[0], *(x.clone().index_fill_(-2, torch.tensor(2), torch.nan) for x in inputs[1:])]
     ours = value_and_gradients(lambda *x: attention(*x, mask=mask, return_lse=True), planted)
-    assert calls == SHAPES[shape][1]
+    assert calls == ([B * N] if shape in REPEATED else SHAPES[shape][1])
     check(ours, value_and_gradients(lambda *x: formula(*x, mask=mask), inputs))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("lead", "of_mask"),
+    [
+        ((4, 3), (1, 3, 1, M, K)),
+        ((4, 3), (3, 4, 1, K)),
+        ((2, 3, 2), (1, 3, 2, 1, M, K)),
+        ((2, 1, 3), (1, 1, 3, H, M, K)),
+        ((2, 2, 3), (1, 1, 3, H, M, 1)),
+    ],
+)
+def test_a_mask_that_repeats_along_the_batch(backend, lead, of_mask, monkeypatch):
+    """As of the windows of a batch of images, beside a bias that all share: one call, the second time as well."""
+    calls = count_calls(monkeypatch)
+    mask = tensors(of_mask, seed=2)[0] > 0
+    inputs = [*qkv(lead, Hkv=2), *tensors((*(1 for _ in lead), H, M, K), seed=1)]
+
+    def ours(q, k, v, bias):
+        return attention(q, k, v, bias=bias, mask=mask, backend=backend, return_lse=True)
+
+    check(value_and_gradients(ours, inputs), value_and_gradients(lambda *x: formula(*x, mask), inputs))
+    assert calls == [torch.Size(lead).numel()]
+    monkeypatch.undo()
+    others = [*qkv(lead, Hkv=2, seed=5), *tensors((*(1 for _ in lead), H, M, K), seed=6)]
+    value_and_gradients(ours, inputs)
+    monkeypatch.setattr(api, "attention_of_leading", None)
+    if mask.dim() == len(lead) + 3:
+        check(value_and_gradients(ours, others), value_and_gradients(lambda *x: formula(*x, mask), others))
+
+
+def test_dropout_beside_a_mask_that_repeats():
+    """One call, so a seed says what it drops, as beside the same mask of each batch element."""
+    mask = tensors((1, N, 1, M, K), seed=2)[0] > 0
+    options = {"dropout_p": 0.4, "dropout_seed": (3, 4)}
+    ours, theirs = (
+        value_and_gradients(lambda *x, m=m: attention(*x, mask=m, return_lse=True, **options), qkv())
+        for m in (mask, mask.repeat(B, 1, 1, 1, 1))
+    )
+    for x, y in zip(ours, theirs, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("rows", [1, M])
+def test_a_mask_of_five_dimensions_is_for_more_leading_dimensions(rows):
+    q, k, v = (x.flatten(0, 1) for x in qkv())
+    mask = torch.ones(1, N, 1, rows, K, dtype=torch.bool)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"mask: expected at most 4 dimensions, got shape \(1, 3, 1, \d, 7\)"):
+            attention(q, k, v, mask=mask)
+    with pytest.raises(ValueError, match=r"mask: requires grad"):
+        attention(*qkv(), mask=torch.ones(1, N, 1, rows, K).requires_grad_())
+    with pytest.raises(TypeError, match=r"mask: dtype must be bool"):
+        attention(*qkv(), mask=torch.ones(1, N, 1, rows, K))
 
 
 def test_bias_and_mask_that_are_shared_along_unlike_dimensions(monkeypatch):

@@ -411,6 +411,20 @@ def test_problem_describes_the_call():
     assert problem.backward_flops == 2 * problem.pairs * (3 * D + 2 * DV)
 
 
+@pytest.mark.parametrize(("n", "period"), [(1, False), (2, 2), (3, 3), (6, True)])
+def test_a_mask_that_repeats(n, period):
+    """Batch element b has mask b % n, of five dimensions; a caller passes these by more leading dimensions."""
+    q, k, score = zeros(6, H, M, D), zeros(6, HKV, N, D), Score(1.0, None, Band())
+    described = Problem.of(
+        q, k, k, None, zeros(1, n, 1, M, N, dtype=torch.bool), None, None, None, None, None, score
+    )  # fmt: skip
+    assert described.mask == TensorSpec(torch.bool, n, 1, M, N)
+    assert (type(described.mask_period), described.mask_period) == (type(period), period)
+    for shape in ((1, 4, 1, M, N), (2, 3, 1, M, N), (1, 0, 1, M, N), (1, 2, 1, M, M)):
+        with pytest.raises(ValueError, match=r"mask: shape .* does not"):
+            Problem.of(q, k, k, None, zeros(*shape, dtype=torch.bool), None, None, None, None, None, score)
+
+
 @pytest.mark.parametrize("axis", ["batch", "heads", "queries", "keys"])
 def test_zero_sizes_are_empty_problems(axis):
     shape = {"batch": B, "heads": H, "queries": M, "keys": N} | {axis: 0}

@@ -90,6 +90,8 @@ def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     visible = reference.in_band(rows, cols, score.band).expand(s.shape)
     if inputs.tiles is not None:
         mask = inputs.tiles.rows_visible(slice(0, problem.queries), problem.keys)
+    elif mask is not None and mask.shape[0] > 1:
+        mask = mask.repeat(problem.batch // mask.shape[0], 1, 1, 1)
     if mask is not None:
         visible = visible & _per_head(problem, mask)
     added = [] if bias is None else [bias]

@@ -150,10 +150,16 @@ def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: 
     calls.put(("vector", key), (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
-def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple) -> None:
-    """Cache a successful call with more leading dimensions. ``flattened`` are the views passed to the cached call."""
-    if _is_cacheable(inputs, None) and inputs.sink is None and _is_cacheable(flattened, None):
-        known: Cached | None = calls.get(_key_of(flattened, None, arguments))
+def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple, repeated: ScoreNumbers | None = None) -> None:
+    """Cache a successful call with more leading dimensions. ``flattened`` are the views passed to the cached call.
+
+    repeated: the numbers of a call whose mask repeats along the batch; there is no cached call with these views."""
+    known: Cached | None = None
+    if _is_cacheable(inputs, None) and inputs.sink is None:
+        if repeated is not None:
+            known = None if repeated.dropout else Cached(repeated, forward_of(flattened, repeated))
+        elif _is_cacheable(flattened, None):
+            known = calls.get(_key_of(flattened, None, arguments))
         if known is not None and not known.terms.dropout:
             calls.put(_key_of(inputs, None, arguments), known._replace(views=_views(inputs, flattened)))
 

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from tilewise.backends import Inputs
 from tilewise.bias.terms import Term
-from tilewise.frontend.arguments import Bias, Mask, Seed
+from tilewise.frontend.arguments import Bias, Mask, Seed, check_inputs, read_call, with_seed
 from tilewise.frontend.call_cache import cache_flattened
 from tilewise.masks.block_sparse import tile_mask_of
+from tilewise.operator.autograd import attention_op
 from tilewise.spec.checks import check_broadcast, check_sink
 from tilewise.spec.operands import Sizes
+from tilewise.spec.score import ScoreNumbers
 from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
 
 Size = tuple[int, ...]
@@ -28,9 +30,9 @@ def attention_of_leading(
     """Return ``attend`` of q (..., H, M, D); ``attend`` takes (B, H, M, D). Errors as for `tilewise.attention`.
 
     No tensor is copied or expanded. A single call suffices if views can merge each tensor's leading dimensions, in
-    row-major order or in the order of q's strides; each tensor must be full, or broadcast, along all of them. Otherwise
-    the dimensions that give the fewest calls are split. arguments: the key under which ``attend`` caches a call, or
-    None.
+    row-major order or in the order of q's strides; each tensor must be full, or broadcast, along all of them, and a
+    mask may also broadcast along the first of them only. Otherwise the dimensions that give the fewest calls are split.
+    arguments: the key under which ``attend`` caches a call, or None.
     """
     whole: Any = (q, k, v, bias, mask, sink)
     lead = _check_qkv(q, k, v)
@@ -40,29 +42,46 @@ def attention_of_leading(
     terms = [limits.bias(x, q) for x in terms]
     given = [q, k, v, limits.mask(mask), limits.sink(sink), *terms]
     tensors = {i: x for i, x in enumerate(given) if _has_leading(x, len(lead))}
-    way = _way_of(lead, list(tensors.values()), ordered=dropout_p != 0)
+    ordered = dropout_p != 0
+    way, repeated = _way_of(lead, list(tensors.values()), ordered), None
+    if way.calls > 1 and 3 in tensors:
+        one = _way_of(lead, [x for i, x in tensors.items() if i != 3], ordered)
+        repeated = one.repeated(tensors[3])
+        way = way if repeated is None else one
     if way.calls > 1 and dropout_seed is not None and dropout_p != 0:
         raise NotImplementedError(
             f"dropout_seed: says what one call drops, and this one is computed in {way.calls} parts, for the leading "
             f"dimensions {tuple(lead)} of some tensor do not merge into one; leave dropout_seed out, and each part "
             "draws one of its own"
         )
-    parts = {i: way.apart(x) for i, x in tensors.items()}
-    found = []
+    options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    parts = {i: [repeated] if i == 3 and repeated is not None else way.apart(x) for i, x in tensors.items()}
+    found, numbers = [], None
     for n in range(way.calls):
         q, k, v, mask, sink, *terms = [parts[i][n] if i in parts else x for i, x in enumerate(given)]
-        found.append(
-            attend(
-                q, k, v, bias=tuple(terms) if isinstance(bias, (tuple, list)) else terms[0], mask=mask, sink=sink,
-                dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse, **options,
-            )
-        )  # fmt: skip
+        options |= {"bias": tuple(terms) if isinstance(bias, (tuple, list)) else terms[0], "sink": sink}
+        if repeated is None:
+            found.append(attend(q, k, v, mask=mask, return_lse=return_lse, **options))
+        else:
+            check_inputs(*whole)
+            results, numbers = _attention_of_repeated(q, k, v, repeated, return_lse, options)
+            found.append(results)
     if arguments is not None and way.in_order and _are_tensors(bias, mask):
         flattened: Any = (q, k, v, terms[0], mask, sink)
-        cache_flattened(Inputs(*whole), Inputs(*flattened), arguments)
+        cache_flattened(Inputs(*whole), Inputs(*flattened), arguments, numbers)
     if not return_lse:
         return way.together(found)
     return way.together([o for o, _ in found]), way.together([lse for _, lse in found])
+
+
+def _attention_of_repeated(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, return_lse: bool, options: dict[str, Any]
+) -> tuple[Any, ScoreNumbers]:
+    """Return `tilewise.attention` with a mask (1, n, ...) that repeats along the batch, and the numbers of the call."""
+    call = read_call(q, k, v, mask=None, **options)
+    inputs = with_seed(call.inputs._replace(mask=mask), call.score)
+    o, lse = attention_op(inputs, *call[1:], return_lse=return_lse)
+    return (o, lse) if return_lse else o, ScoreNumbers.of(*call[1:])
 
 
 class _Way(NamedTuple):
@@ -81,6 +100,20 @@ class _Way(NamedTuple):
     def in_order(self) -> bool:
         """True if one call suffices, with the leading dimensions merged in row-major order."""
         return not self.split and self.merged == tuple(range(len(self.merged)))
+
+    def repeated(self, mask: Tensor) -> Tensor | None:
+        """Return a view (1, n, ...) of a mask that is shared along the first merged dimensions and full along the
+        others, so that it repeats along the batch; None for other masks, or if there are several calls."""
+        sizes = [self.lead[i] for i in self.merged]
+        if self.split or 0 in sizes:
+            return None
+        x = mask.permute(*self.merged, *range(len(self.merged), mask.dim()))
+        dims = [i for i, size in enumerate(sizes) if size != 1]
+        while dims and x.shape[dims[0]] == 1:
+            del dims[0]
+        if not dims or not _merges(x, tuple(dims), tuple(sizes)) or x.shape[dims[0]] == 1:
+            return None
+        return x.reshape(1, _product([sizes[i] for i in dims]), *x.shape[len(sizes) :])
 
     def apart(self, x: Tensor) -> list[Tensor]:
         """Return views (batch or 1, ...) of ``x``, one for each call."""

@@ -49,6 +49,8 @@ def forward_of(inputs: Inputs, terms: ScoreNumbers) -> Forward:
 def _structure(inputs: Inputs, found: tuple[Layout | None, ...]) -> Structure | None:
     """Return the `Structure` of a call, or None; found: the `layouts` of all tensors."""
     _, _, _, _, _, _, parts, seed, lengths, tiles = inputs
+    if _repeats(inputs):
+        return None
     return structure_of(*found) if parts is seed is lengths is tiles is None else None  # type: ignore[arg-type]
 
 
@@ -78,7 +80,9 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Sc
     key = ("backward", found, terms, needs)
     run: Backward | None = calls.get(key)
     if run is None:
-        structure = structure_of(*found) if len(found) == 10 else None  # type: ignore[arg-type]
+        structure = None
+        if len(found) == 10 and not _repeats(inputs):
+            structure = structure_of(*found)  # type: ignore[arg-type]
         if structure is not None:
             alike = _variants_key("backward", structure, terms, needs)
             variants: Variants | None = calls.get(alike)
@@ -103,7 +107,20 @@ def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:
 def _prepare_forward(plan: Plan, inputs: Inputs) -> Forward:
     if plan.problem.empty:
         return partial(_empty_forward, plan.problem)
-    return plan.module.prepare["forward"](plan.problem, inputs)
+    run = plan.module.prepare["forward"](plan.problem, _with_matrices(inputs))
+    return (lambda inputs: run(_with_matrices(inputs))) if _repeats(inputs) else run
+
+
+def _repeats(inputs: Inputs) -> bool:
+    """True if the mask is (1, n, H, M, N), see `checks.check_repeated`."""
+    return inputs.mask is not None and inputs.mask.dim() == 5
+
+
+def _with_matrices(inputs: Inputs) -> Inputs:
+    """Return the inputs with a repeated mask as (n, H, M, N); how often it repeats is in `Problem.mask_period`."""
+    if inputs.mask is None or not _repeats(inputs):
+        return inputs
+    return inputs._replace(mask=inputs.mask.view(inputs.mask.shape[1:]))
 
 
 def _empty_forward(problem: Problem, inputs: Inputs) -> Outputs:
@@ -138,4 +155,7 @@ def _prepare_backward(plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: 
     problem = plan.problem
     if problem.empty:
         return lambda inputs, outputs, cotangents: _empty_backward(inputs, outputs, cotangents, needs)
-    return plan.backward_module.prepare["backward"](problem, inputs, outputs, cotangents, needs)
+    run = plan.backward_module.prepare["backward"](problem, _with_matrices(inputs), outputs, cotangents, needs)
+    if not _repeats(inputs):
+        return run
+    return lambda inputs, outputs, cotangents: run(_with_matrices(inputs), outputs, cotangents)

@@ -62,6 +62,13 @@ def _check_operand(name: str, x: Tensor, sizes: Sizes, device: torch.device) -> 
     check_broadcast(name, x, (sizes.B,), sizes)
 
 
+def check_repeated(x: Tensor, sizes: Sizes, device: torch.device) -> None:
+    """Raise unless a mask (1, n, H|Hkv|1, M|1, N|1) repeats along the batch: batch element b has mask b % n."""
+    _check_operand("mask", x[0, :1], sizes, device)
+    if x.shape[0] != 1 or x.shape[1] == 0 or sizes.B % x.shape[1] != 0:
+        raise ValueError(f"mask: shape {_shape(x)} does not repeat along a batch of {sizes.B}")
+
+
 def check_broadcast(name: str, x: Tensor, lead: tuple[int, ...], sizes: Sizes) -> None:
     """Raise unless a bias or mask broadcasts to (*lead, H|Hkv, M, N)."""
     if not _broadcasts(x, lead, sizes):
@@ -170,7 +177,7 @@ def _heads_last(shape: tuple[int, ...], heads: int, queries: int) -> str:
 
 def four_dims(name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``x`` with leading dimensions of size 1, up to four; an error shows the original shape."""
-    if x.dim() >= 4:
+    if x.dim() == 4:
         return x
     if q.dim() == k.dim() == 4 and not _broadcasts(x, q.shape[:1], sizes := _sizes(q, k)):
         check_qkv(q, k, v)

@@ -22,6 +22,7 @@ from tilewise.spec.checks import (
     _shape,
     check_lengths,
     check_qkv,
+    check_repeated,
     check_seed,
     check_sink,
 )
@@ -83,6 +84,12 @@ class Problem:
     def few_queries(self) -> bool:
         """True if reading K and V dominates: up to 64 queries (M of the smallest wgmma), 16 keys or more for each."""
         return self.queries <= 64 and 16 * self.queries <= self.keys
+
+    @property
+    def mask_period(self) -> int | bool:
+        """Return n if batch element b has mask b % n, True if each has its own, False if all share one."""
+        n = 1 if self.mask is None else self.mask.batch
+        return n if 1 < n < self.batch else n > 1
 
     def broadcast_group(self, x: TensorSpec) -> BroadcastGroup:
         """Return the broadcast group of the bias or the mask."""
@@ -222,6 +229,9 @@ class _Operands:
             name in self.packed.forms or (name == "bias" and "ragged" in self.packed.forms)
         ):
             return self._packed(name, x)
+        if name == "mask" and x.dim() == 5 and self.totals is None:
+            check_repeated(x, self.sizes, self.device)
+            return TensorSpec(x.dtype, *x.shape[1:])
         _check_operand(name if name in ("bias", "mask") else "bias", x, self.sizes, self.device)
         return TensorSpec(x.dtype, *x.shape)
 

@@ -460,9 +460,14 @@ class _Heads:
         return slice(begin, begin + self.k[j].shape[1])
 
     def operand_rows(self, x: Tensor, rows: slice) -> Tensor:
-        """View a bias, mask or bias gradient as (batches, heads, G, rows, N); broadcast axes have size 1."""
-        x = self._by_group(x)
-        where = (*self.kv, slice(None), rows)  # one view: a second one takes as long as a small tile's product
+        """View a bias, mask or bias gradient as (batches, heads, G, rows, N); broadcast axes have size 1.
+
+        A mask that repeats along the batch is copied."""
+        x, (batches, heads) = self._by_group(x), self.kv
+        own: slice | Tensor = batches
+        if x.shape[0] not in (1, self.problem.batch):
+            own = torch.arange(batches.start, batches.stop, device=x.device) % x.shape[0]
+        where = (own, heads, slice(None), rows)  # one view: a second one takes as long as a small tile's product
         return x[tuple(slice(None) if size == 1 else part for part, size in zip(where, x.shape[:4], strict=True))]
 
     def _by_group(self, x: Tensor) -> Tensor:
@@ -484,7 +489,7 @@ class _Heads:
 
     def _operand_tile(self, x: Tensor, rows: slice, j: int) -> Tensor:
         """View the tile of a bias or mask."""
-        return self._cols(self.operand_rows(x, rows), j)
+        return self.operand_rows(self._cols(x, j), rows)
 
     def _over_heads(self, tile: Tensor) -> Tensor:
         """View a tile of scores as (batches, heads, G, rows, cols)."""

@@ -146,7 +146,9 @@ def score_tile_gradient(ds, slope, terms):
 @gluon.jit
 def mask_of(b, h, heads, c):
     """Return the index of a head's mask, counted over the mask's batch elements and heads."""
-    if c.MASK_BATCH:
+    if c.MASK_BATCH > 1:  # as many masks, which repeat along the batch
+        h = b % c.MASK_BATCH * heads + h
+    elif c.MASK_BATCH:
         h = b * heads + h
     return gl.cast(h // c.MASK_GROUP, gl.int64)
 

@@ -616,4 +616,6 @@ def _broadcast(
         operand.axes == BiasKind.MATRIX and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
     )
     how = broadcast(operand, problem.broadcast_group(operand), tma, packed_layout(problem, name))
+    if name == "mask":
+        how = how._replace(BATCH=problem.mask_period)
     return how._replace(FLAT=flat and operand.axes == BiasKind.MATRIX)

@@ -22,7 +22,7 @@ from tilewise.spec.tma import tensor_fits_tma
 class Broadcast(NamedTuple):
     """Broadcasting and memory access of a bias or mask; every field is a tl.constexpr."""
 
-    BATCH: Any  # one matrix per batch element, else one for all
+    BATCH: Any  # True: a matrix for each batch element; False: one for all; n: these repeat, see `Problem.mask_period`
     GROUP: Any  # query heads that share a matrix
     ROWS: Any  # full along the queries, else one row for all
     COLS: Any
@@ -264,6 +264,8 @@ def flat_place(place, stride2, m0, n0, M: tl.constexpr, N: tl.constexpr, sizes, 
 def matrix_of(how, b, h):
     """Return the batch and head index of the bias or mask matrix that (b, h) uses."""
     mb = b if how.BATCH else b * 0
+    if how.BATCH > 1:
+        mb = b % how.BATCH
     return mb, h // how.GROUP
 
 

@@ -517,7 +517,7 @@ def _compiled(
         DBIAS_SUMS=max(1, dbias_sums(problem)),
         MASK=mask is not None and config.elements == 1,
         HIDES_KEYS=mask is not None and config.elements > 1,
-        MASK_BATCH=mask is not None and mask.batch > 1,
+        MASK_BATCH=problem.mask_period,
         MASK_GROUP=1 if mask is None else problem.heads // mask.heads,
         LONGEST_FIRST=longest_first(problem),
         MASK_ROWS=mask is not None and mask.rows > 1,

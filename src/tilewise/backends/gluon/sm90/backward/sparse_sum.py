@@ -21,9 +21,9 @@ from tilewise.spec.problem import Problem
 class BroadcastOfSum(NamedTuple):
     """Matrices of a mask that belong to the bias's matrix (b, h); every field is a tl.constexpr.
 
-    BATCHES·HEADS of them, from batch element BATCH·b and head MULTIPLE·h // DIVISOR on."""
+    BATCHES·HEADS of them, from batch element BATCH·b, or b % BATCH, and head MULTIPLE·h // DIVISOR on."""
 
-    BATCH: Any
+    BATCH: Any  # 0, 1, or n of masks that repeat along the batch
     BATCHES: Any
     MULTIPLE: Any
     DIVISOR: Any
@@ -75,8 +75,8 @@ def broadcast_of_sum(bias: TensorSpec, mask: TensorSpec) -> BroadcastOfSum:
         multiple, divisor, heads = (ratio, 1, ratio) if mask.heads >= bias.heads else (1, ratio, 1)
     batches = 1 if own_batch else mask.batch
     span = triton.next_power_of_2(batches * heads)
-    both = bias.batch > 1 and mask.batch > 1
-    return BroadcastOfSum(int(both), batches, multiple, divisor, heads, mask.heads, span, mask.rows > 1)
+    batch = 0 if bias.batch == 1 or mask.batch == 1 else 1 if mask.batch == bias.batch else mask.batch
+    return BroadcastOfSum(batch, batches, multiple, divisor, heads, mask.heads, span, mask.rows > 1)
 
 
 @triton.jit
@@ -88,7 +88,8 @@ def sparse_sum_kernel(states, total, dbias, batch, heads, queries, keys, s, SUMS
     n, m, bh = pid % key_tiles, pid // key_tiles % row_tiles, pid // key_tiles // row_tiles
     b, h = bh // heads, bh % heads
     i = tl.arange(0, s.SPAN)
-    matrix = (s.BATCH * b + i // s.HEADS) * s.ALL_HEADS + s.MULTIPLE * h // s.DIVISOR + i % s.HEADS
+    b_of_mask = b % s.BATCH if s.BATCH > 1 else s.BATCH * b
+    matrix = (b_of_mask + i // s.HEADS) * s.ALL_HEADS + s.MULTIPLE * h // s.DIVISOR + i % s.HEADS
     tile = matrix.to(tl.int64) * key_tiles + n
     at = states + (tile * row_tiles + m if s.ROWS else tile)
     found = tl.max(tl.load(at, mask=i < s.BATCHES * s.HEADS, other=0).to(tl.int32), 0)

@@ -39,6 +39,7 @@ class NanFixupConstants(NamedTuple):
     RELATIVE: Any  # the bias is by relative position: `spec.relative.skewed` values
     TOEPLITZ: Any  # the bias is a vector of distances
     MASK: Any
+    MASK_BATCH: Any  # see `Problem.mask_period`
     MASK_GROUP: Any
     MASK_COLS: Any  # the mask differs between keys
     MASK_TILES: Any  # the mask is a block mask
@@ -142,7 +143,8 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
                 visible &= pairs(mask, r.MASK_HOW, matrix, last_row[:, None], last_col[None, :], m0, n * r.BLOCK_N,
                                  sizes.queries, sizes.keys)  # fmt: skip
             else:
-                visible &= _load_scores(mask, b, h // r.MASK_GROUP, rows, cols, sizes, seq, r.MASK_COLS) != 0
+                mask_b = b % r.MASK_BATCH if r.MASK_BATCH > 1 else b
+                visible &= _load_scores(mask, mask_b, h // r.MASK_GROUP, rows, cols, sizes, seq, r.MASK_COLS) != 0
         s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_new == -float("inf"), 0.0, m_new)

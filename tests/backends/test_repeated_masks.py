@@ -1,0 +1,23 @@
+"""Masks that repeat along the batch, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from repeated_masks import RepeatedCase, hold_repeated
+
+FLOAT = torch.float32
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        RepeatedCase("w1mn", planted=True, causal=True),
+        RepeatedCase("w11n", "whmn", dtype=FLOAT),
+        RepeatedCase("whmn", "1hmn", Hkv=1, deterministic=True),
+        RepeatedCase("w1m1", M=5, N=40),
+    ],
+    ids=str,
+)
+def test_triton(interpreter, case):
+    interpreter(hold_repeated, case, "triton")
