@@ -6,6 +6,7 @@ varlen_attention               attention of a packed batch: sequences of any len
 varlen_attn                    varlen_attention with the signature of PyTorch's function
 merge_attention                attention over parts of the keys, merged by their LSEs, with gradients
 TileMask, dynamic_mask         masks by tiles of the scores; empty tiles are not computed
+plan                           attention of one layout of tensors, prepared once and run many times
 explain, explain_varlen        backend, tiles, FLOPs and bytes of a call, and what limits it
 cache_info, clear_caches       use of the caches of prepared calls and compiled kernels, and how to empty them
 matmul, softmax                the parts of attention as operators
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tilewise.merge import merge_attention
     from tilewise.ops.gemm.api import matmul
     from tilewise.ops.row_softmax.api import softmax
+    from tilewise.plans import plan
     from tilewise.scaled_dot_product import scaled_dot_product_attention
     from tilewise.topk.selection import dynamic_mask
     from tilewise.varlen import varlen_attention, varlen_attn
@@ -47,6 +49,7 @@ _HOMES = {
     "explain_varlen": "tilewise.explanation.attention",
     "matmul": "tilewise.ops.gemm.api",
     "merge_attention": "tilewise.merge",
+    "plan": "tilewise.plans",
     "scaled_dot_product_attention": "tilewise.scaled_dot_product",
     "softmax": "tilewise.ops.row_softmax.api",
     "varlen_attention": "tilewise.varlen",
@@ -65,6 +68,7 @@ __all__ = [
     "explain_varlen",
     "matmul",
     "merge_attention",
+    "plan",
     "scaled_dot_product_attention",
     "softmax",
     "varlen_attention",
@@ -78,7 +82,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
-    if name not in ("cache_info", "clear_caches", "explain", "explain_varlen"):
+    if name not in ("cache_info", "clear_caches", "explain", "explain_varlen", "plan"):
         from tilewise.operator.scripting import refuse
 
         refuse(value)

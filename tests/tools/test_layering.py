@@ -37,7 +37,7 @@ FLOORS = [
     {"topk", "varlen"},
     {"distributed", "explanation"},
     {"api", "ops.gemm", "ops.row_softmax", "windows"},
-    {"scaled_dot_product", "distributed.triangle"},
+    {"scaled_dot_product", "distributed.triangle", "plans"},
     {"integrations"},
     {"", "__main__"},
 ]
@@ -213,7 +213,8 @@ for name in {names}:
 q, x, ends = torch.zeros(1, 1, 2, 8), torch.zeros(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
 o, lse = tilewise.attention(q, q, q, return_lse=True)
 calls = dict(
-    attention=(q, q, q), scaled_dot_product_attention=(q, q, q), explain=(q, q, q), matmul=(q, q.mT), softmax=(q,),
+    attention=(q, q, q), scaled_dot_product_attention=(q, q, q), explain=(q, q, q), plan=(q, q, q),
+    matmul=(q, q.mT), softmax=(q,),
     varlen_attention=(x, x, x, ends, ends, 2, 2), explain_varlen=(x, x, x, ends, ends, 2, 2),
     varlen_attn=(x, x, x, ends, ends, 2, 2), merge_attention=([o, o], [lse, lse]), dynamic_mask=(q[..., :2],),
         cache_info=(), clear_caches=(),
