@@ -94,7 +94,8 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=64, bias="b11n", deterministic=True), 2 * 4 + 2 * 4 + 8 + 4, 0),
     ("installed", replace(USUAL, D=64, Hkv=4, window=(300, 20)), 2 * 4 + 2 * 4 + 4 + 4, 0),
     ("3.6.0", replace(USUAL, D=64, causal=True, bias="b11n"), 2 * 4 + 2 * 4 + 4, 0),
-    ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * (2 * 4 + 2 * 4) + 8, 0),
+    # What spills is the number of a tile whose dO may be another, see `unrounding`: as fast on an H200 as without.
+    ("3.6.0", replace(USUAL, D=64, bias="1hmn"), 2 * (2 * 4 + 2 * 4) + 8, 4),
     ("3.6.0", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
     ("installed", replace(USUAL, bias="b11n"), 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, D=32), 2 * 2 + 2 * 4 + 4, 4),  # stored before the loop, read after it
@@ -163,7 +164,7 @@ BACKWARDS = [
     ("3.6.0", replace(USUAL, D=256, bias="1hmn", mask="b1mn", causal=True, softcap=5.0), 2 * 16 + 4 * 4 + 16, 24),
     ("3.6.0", replace(USUAL, D=256, mask="b1mn", B=16, bias="1hmn", deterministic=True), 2 * 16 + 4 * 4 + 16, 40),
     ("3.6.0", replace(USUAL, D=256, Hkv=4, mask="b1mn", causal=True), 2 * 16 + 2 * 4 + 2 * 4 + 16, 88),
-    ("3.6.0", replace(USUAL, D=256, mask="b11n", bias="b11n"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 48),
+    ("3.6.0", replace(USUAL, D=256, mask="b11n", bias="b11n"), 2 * 16 + 2 * 4 + 2 * 4 + 16, 52),
     ("3.6.0", replace(USUAL, D=256, bias="bhmn", bias_dtype=torch.float32), 2 * 16 + 2 * 4 + 2 * 4 + 16, 0),
     (
         "installed",
@@ -268,9 +269,9 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
             assert counted[0] or not case.deterministic
 
 
-# Beside a mask two numbers of a thread are in memory until a role begins.
+# Beside a mask two numbers of a thread are in memory until a role begins; by Triton 3.7 five.
 @pytest.mark.parametrize(
-    ("triton", "mask", "spilled"), [("3.6.0", None, 0), ("3.6.0", "b11n", 8), ("installed", None, 0)]
+    ("triton", "mask", "spilled"), [("3.6.0", None, 0), ("3.6.0", "b11n", 8), ("installed", None, 20)]
 )
 def test_batch_elements_side_by_side(compilers, triton, mask, spilled):
     """A program of the pair bias has three: no dS buffer, and no sum of dQ for all heads."""

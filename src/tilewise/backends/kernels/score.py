@@ -23,7 +23,7 @@ T = TypeVar("T", bound=tuple)
 
 LOG2E = 1.4426950408889634
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
-_INTERPRET = tl.constexpr(INTERPRET)
+_INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 
 # Compiled host functions; the interpreter runs them directly.
 key_tiles = tiles.key_tiles if INTERPRET else triton.jit(tiles.key_tiles)
