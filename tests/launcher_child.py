@@ -13,12 +13,14 @@ import relative_helpers
 import torch
 from helpers import Case, rows_of, tensors
 from relative_helpers import Term
-from room_child import launches
+from room_child import launches, no_machine_code
 from soak import problems
 from torch import Tensor
 
 BRAIN = torch.bfloat16
 HEADS, LONGEST = 4, 700
+# Of a kernel that takes none.
+SCRATCH = {f"{kind}_scratch_{of}": of == "align" for kind in ("global", "profile") for of in ("size", "align")}
 
 
 def laid(layout: str, n: int, dim: int, batch: int = 2) -> Tensor:
@@ -67,8 +69,7 @@ def resized_arguments(
                 box = list(x.block_shape)
                 metas.append({"swizzle": 3, "elem_size": 2, "elem_type": 5, "block_size": box, "fp4_padded": False})
         options = dict.fromkeys(("launch_cooperative_grid", "launch_pdl"), False)
-        scratch = {f"{kind}_scratch_{of}": of == "align" for kind in ("global", "profile") for of in ("size", "align")}
-        metadata = SimpleNamespace(tensordesc_meta=metas, num_ctas=1, **options, **scratch)
+        metadata = SimpleNamespace(tensordesc_meta=metas, num_ctas=1, **options, **SCRATCH)
         names[str(wants)] = name
         launched = lambda head, args: log.append((names[head[4]], head[0], head[4], *args))  # noqa: E731
         run = triton_launcher(SimpleNamespace(signature=signature), metadata, launched)
@@ -177,10 +178,13 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
         from tilewise.backends.triton.launch import TritonBackward as Backward
         from tilewise.backends.triton.launch import TritonForward as Forward
 
-    pairs = []
+    pairs, kernels = [], set()
+    memory = {"shared": 0, "tmem_size": 0} | SCRATCH
 
     def compare(launch: launcher.Launch, *tensors: torch.Tensor | None) -> None:
-        through_triton(launch, *tensors)  # compiles
+        kernels.add(launch.kernel)
+        with no_machine_code(memory):  # what a launch takes, descriptors too, is known before there is any
+            through_triton(launch, *tensors)  # compiles
         compiled = launch._compiled
         compiled.module, compiled.function = None, "function"  # Triton unloads what is a module
         compiled._run = triton_launcher(compiled.src, compiled.metadata, lambda *args: given.append(args))
@@ -216,6 +220,8 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
         Backward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     finally:
         launcher.Launch.__call__ = through_triton
+        for kernel in kernels:
+            kernel.device_caches.clear()  # nobody else is to get what has no machine code
     return pairs
 
 

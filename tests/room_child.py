@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import aot_child
@@ -33,18 +33,19 @@ class Room(NamedTuple):
 
 
 @contextlib.contextmanager
-def _no_machine_code() -> Iterator[None]:
+def no_machine_code(known: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Triton makes no machine code. known: what it would say of memory, which it then does not find out either."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     add_stages = CUDABackend.add_stages
 
-    def ptx(source: Any, metadata: dict) -> str:
-        metadata["name"] = "kernel"
+    def end(source: Any, metadata: dict) -> str:
+        metadata.update(known or {}, name="kernel")
         return ""
 
     def without(self, stages: dict, *arguments: Any) -> None:
         add_stages(self, stages, *arguments)
-        stages["ptx"], stages["cubin"] = ptx, lambda source, metadata: b""
+        stages |= {"ptx": end, "cubin": lambda source, metadata: b""} | ({} if known is None else {"llir": end})
 
     CUDABackend.add_stages = without
     try:
@@ -59,7 +60,7 @@ def room(
     """Of every kernel that a case launches, forward and the gradients that it asks for, in the plan's backend or in the
     one that is named. See `launches`."""
     aot_child._launched.clear()
-    with _no_machine_code():
+    with no_machine_code():
         launches(case, backend, smallest, exact, terms)
     limit = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}.get(aot_child._capability, 99) * 1024
     return [
