@@ -123,27 +123,29 @@ def ptx_instructions(name: str, ptx: str) -> str:
 
 
 def covering(runs: Sequence[Sequence[Any]]) -> list[bool]:
-    """Whether a run is one of few that have between them every value that any run has; of a case: of its fields but
-    for sizes, which are no constants of a kernel, and of what may be left out whether it is there."""
+    """Whether a run is one of few that have each compiler with each target, and whatever else stands beside the case.
+    Of cases they have many values: all of these come to constants, types and options, which a fingerprint treats
+    alike."""
     left = {n: set(_values(run)) for n, run in enumerate(runs)}
-    missing = set().union(*left.values())
-    while missing:
-        best = max(left, key=lambda n: len(left[n] & missing))
+    beside = [repr([x for x in run if not is_dataclass(x)]) for run in runs]
+    missing, unseen = set().union(*left.values()), set(beside)
+    while unseen:
+        best = max((n for n in left if beside[n] in unseen), key=lambda n: len(left[n] & missing))
+        unseen.remove(beside[best])
         missing -= left.pop(best)
     return [n not in left for n in range(len(runs))]
 
 
-def _values(run: Sequence[Any]) -> Iterator[tuple[object, str]]:
-    for n, x in enumerate(run):
-        if is_dataclass(x):
-            for name, value in vars(x).items():
-                if name in OPTIONAL:
-                    ends = value if isinstance(value, tuple) else (value,)
-                    yield name, repr([end is not None for end in ends if value is not None])
-                elif name not in SIZES:
-                    yield name, repr(value)
-        else:
-            yield n, repr(x)
+def _values(run: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Of the case's fields, but for sizes, which are no constants of a kernel; of what may be left out whether it is
+    there."""
+    for x in filter(is_dataclass, run):
+        for name, value in vars(x).items():
+            if name in OPTIONAL:
+                ends = value if isinstance(value, tuple) else (value,)
+                yield name, repr([end is not None for end in ends if value is not None])
+            elif name not in SIZES:
+                yield name, repr(value)
 
 
 def read(folder: Path) -> Ledger:
