@@ -5,12 +5,14 @@ import inspect
 import os
 import random
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from processes import python
+from source_trees import Trees
 
 import tilewise
 from tilewise.backends.protocol import Backend, Pass
@@ -57,11 +59,16 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+MODULES = Trees({name_of(path): path for path in SOURCES})
 
 
+@cache
 def imports(tree):
     """Every module that the source names, at its top or inside a function; `from a import b` is a.b if that is one."""
+    return list(_imports(tree))
+
+
+def _imports(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -154,25 +161,48 @@ def child(code):
     return python("-c", code, env=environment).stdout.split()
 
 
-def test_importing_tilewise_touches_neither_cuda_nor_triton():
-    """Nor torch, transformers or anything else heavy; a call on the CPU does not import triton either."""
-    loaded = "[m for m in ('torch', 'triton', 'transformers', 'numpy') if m in sys.modules]"
-    before, names, after_call, cuda = child(f"""
-import sys, tilewise
-print(*{loaded}, "-", sep="")
-assert set(tilewise.__all__) <= set(dir(tilewise))
-print(",".join(sorted(tilewise.__all__)))
-import torch
+@cache
+def children():
+    """What each of these prints in a process that has imported torch and nothing of tilewise but its name: forked from
+    one, for torch takes a second."""
+    codes = {
+        "call": """
 had = "triton" in sys.modules
 q = torch.zeros(1, 1, 2, 8)
 tilewise.attention(q, q, q, bias=torch.zeros(2, 2, requires_grad=True)).sum().backward()
-print(had == ("triton" in sys.modules) and "transformers" not in sys.modules)
-print(torch.cuda.is_initialized())
+print(had == ("triton" in sys.modules) and "transformers" not in sys.modules, torch.cuda.is_initialized())
+""",
+        "dir": "import tilewise.api, tilewise.varlen; print(*dir(tilewise))",
+        "all": all_modules(),
+        **{name: f"print(tilewise.{name}.__name__)" for name in PACKAGES},
+    }
+    found = child(f"""
+import os, sys, torch, tilewise
+for name, code in {codes}.items():
+    print("-", name, flush=True)
+    if not os.fork():
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+""")
+    parts = " ".join(found).split("- ")[1:]
+    return {name: words for name, *words in map(str.split, parts)}
+
+
+def test_importing_tilewise_touches_nothing_heavy():
+    before, names = child("""
+import sys, tilewise
+print(*[m for m in ("torch", "triton", "transformers", "numpy") if m in sys.modules], "-", sep="")
+assert set(tilewise.__all__) <= set(dir(tilewise))
+print(",".join(sorted(tilewise.__all__)))
 """)
     assert before == "-"
     assert names == ",".join(sorted(tilewise.__all__))
-    assert after_call == "True"
-    assert cuda == "False"
+
+
+def test_a_call_on_the_cpu_touches_neither_cuda_nor_triton():
+    assert children()["call"] == ["True", "False"]
 
 
 @pytest.mark.parametrize("name", tilewise.__all__)
@@ -190,24 +220,29 @@ def test_the_library_imports_no_tools():
     assert "tilewise_tools" not in " ".join(map(ast.unparse, top))
 
 
+PACKAGES = ("bias", "distributed", "integrations", "layouts")
+
+
 def test_dir_has_public_names_alone():
-    names = sorted([*tilewise.__all__, "bias", "distributed", "integrations", "layouts"])
-    for code in ("pass", "import tilewise.api, tilewise.varlen"):
-        assert child(f"import tilewise; {code}; print(*dir(tilewise))") == names
+    assert (
+        child("import tilewise; print(*dir(tilewise))") == children()["dir"] == sorted([*tilewise.__all__, *PACKAGES])
+    )
 
 
-@pytest.mark.parametrize("name", ["bias", "distributed", "integrations", "layouts"])
+@pytest.mark.parametrize("name", PACKAGES)
 def test_packages_are_resolved(name):
-    assert child(f"import tilewise; print(tilewise.{name}.__name__)") == [f"tilewise.{name}"]
+    """Each where no other has been."""
+    assert children()[name] == [f"tilewise.{name}"]
 
 
-def test_no_module_hides_a_public_name():
+def all_modules():
     """Python sets an imported module as an attribute of its package: all are imported first, in a random order."""
     names = [x for x in MODULES if x != "tilewise.__main__" and not inside(x, "tilewise.integrations.transformers")]
     random.shuffle(names)
     assert {x.rpartition(".")[2] for x in names if x.count(".") == 1}.isdisjoint(tilewise.__all__)
-    kind = child(f"""
-import importlib, tilewise, torch
+    return f"""
+import importlib
+print({names}, file=sys.stderr)
 for name in {names}:
     importlib.import_module(name)
 q, x, ends = torch.zeros(1, 1, 2, 8), torch.zeros(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
@@ -223,8 +258,11 @@ assert set(calls) | {{"TileMask"}} == set(tilewise.__all__)
 for name, given in calls.items():
     getattr(tilewise, name)(*given, **dict(keep=1) if name == "dynamic_mask" else dict())
 print(type(tilewise.TileMask).__name__)
-""")
-    assert kind == ["type"], names
+"""
+
+
+def test_no_module_hides_a_public_name():
+    assert children()["all"] == ["type"]
 
 
 def test_an_unknown_name_is_an_attribute_error():

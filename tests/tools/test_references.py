@@ -12,12 +12,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from source_trees import Trees
 
 import tilewise
 
 PACKAGE = Path(tilewise.__file__).parent
 SOURCES = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {path: ast.parse(source) for path, source in SOURCES.items()}
+TREES = Trees({path: path for path in SOURCES})
 REFERENCE = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\(\))?`(?!`)")
 
 

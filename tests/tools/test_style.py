@@ -9,14 +9,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from source_trees import Trees
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = REPOSITORY / "src"
 EXCEPTIONS = json.loads((Path(__file__).parents[1] / "style_exceptions.json").read_text(encoding="utf-8"))
-TREES = {
-    path.relative_to(SOURCES).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted(SOURCES.rglob("*.py"))
-}
+TREES = Trees({path.relative_to(SOURCES).as_posix(): path for path in sorted(SOURCES.rglob("*.py"))})
 LINES, PARAMETERS, NAMES = 120, 15, 25
 OPENINGS = re.compile(r"(Of|What|Whether|Those|The same|As|Who|Which|Where|How|That|In|By)\b")
 
