@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewise_tools.bench import run
+from tilewise_tools.bench import run, timing
 from tilewise_tools.bench.results import Calibration
 
 
@@ -13,6 +13,15 @@ from tilewise_tools.bench.results import Calibration
 def no_calibration(monkeypatch):
     """The bench takes it that this machine has these rates, and measures none."""
     monkeypatch.setattr(run, "calibrate", lambda clock, dtypes: Calibration(dict.fromkeys(dtypes, 1e11), 1e10))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_repetitions():
+    """What is measured here is that it is measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_MOST", 5)
+        patch.setattr(timing, "_HOST_CALLS", 20)
+        yield
 
 
 @pytest.fixture
