@@ -25,7 +25,9 @@ def start() -> None:
     for message in (
         "divide by zero encountered in log2", "invalid value encountered", "overflow encountered", "All-NaN slice",
     ):  # fmt: skip
-        warnings.filterwarnings("ignore", message, RuntimeWarning, r"triton\.runtime\.interpreter|numpy\..*")
+        warnings.filterwarnings(
+            "ignore", message, RuntimeWarning, r"triton\.runtime\.interpreter|interpreter_speed|numpy\..*"
+        )
     import interpreter_speed  # which imports triton
 
     interpreter_speed.hurry()

@@ -25,6 +25,8 @@ class Plan(NamedTuple):
     arguments: tuple[Any, ...]  # which stand behind the handles
     result: Any  # its type
     brought: tuple[Any, ...] = (None, None)  # how the operands are, see `_rule`
+    ufunc: Any = None  # numpy's function, if the operation comes to that alone
+    scalar: Any = None  # the type of the handle then
 
 
 # Of an operation and the types of its operands; None: whatever it is, it is no `Plan`.
@@ -35,12 +37,24 @@ _replaced: list[tuple[Any, str, Any, Any]] = []
 
 def hurry() -> None:
     """To be called once in a process, after TRITON_INTERPRET was set and triton imported."""
+    interpreter._patch_attr = _patch_attr
     # it looks through triton.language for what to patch at each call of each function
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     watch_overflow(False)
     _remember_types()
     _remember_operations()
+
+
+def _patch_attr(where: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Triton's, without the question whether a function of triton.language is called by a kernel."""
+    function = getattr(member, "__wrapped__", member)
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        named["_semantic"] = semantic
+        return function(*arguments, **named)
+
+    scope.set_attr(where, name, called)
 
 
 def watch_overflow(on: bool) -> None:
@@ -246,6 +260,22 @@ def _learn(slow: Any, tensors: tuple[Any, ...], *more: Any, **named: Any) -> tup
     return result, None
 
 
+def _by_ufunc(plan: Plan, operands: tuple[Any, Any], result: Any) -> dict[str, Any]:
+    """The last two of a plan whose result is what a function of numpy makes of the operands, and nothing else."""
+    asked = getattr(interpreter.InterpreterBuilder, plan.name)
+    found = (
+        asked(SimpleNamespace(binary_op=lambda left, right, ufunc: ufunc), None, None) if _is_binary(asked) else None
+    )
+    if found is None or plan.arguments or found(*(x.handle.data for x in operands)).dtype != result.handle.data.dtype:
+        return {}
+    return {"ufunc": found, "scalar": result.handle.dtype}
+
+
+def _is_binary(asked: Any) -> bool:
+    """Of the builder's operations, which are all by names that their code has."""
+    return asked.__code__.co_names[:1] == ("binary_op",)
+
+
 def _shorten_one(name: str) -> None:
     """The function of that name in triton.language.semantic: of a tensor, and of a type or an axis."""
     slow = getattr(semantic, name)
@@ -266,7 +296,7 @@ def _shorten_one(name: str) -> None:
 def _shorten_two(name: str, pointers: tuple[bool, ...] = ()) -> Any:
     """The function of that name in triton.language.semantic: of two tensors or numbers; pointers: which of them may be
     one."""
-    slow = getattr(semantic, name)
+    slow, new_handle = getattr(semantic, name), object.__new__
 
     def quick(x: Any, y: Any, *more: Any, **named: Any) -> Any:
         key = name, _kind(x), _kind(y), more, *named.items()
@@ -277,12 +307,18 @@ def _shorten_two(name: str, pointers: tuple[bool, ...] = ()) -> Any:
             result, plan = _learn(slow, brought, *more, **named)
             if len(_plans) > 100_000:  # numbers of loops
                 _plans.clear()
-            _plans[key] = plan and plan._replace(brought=rules)
+            _plans[key] = plan and plan._replace(brought=rules, **_by_ufunc(plan, brought, result))
             return result
         if plan is None:
             return slow(x, y, *more, **named)
-        operands = _handle(x, plan.brought[0]), _handle(y, plan.brought[1])
-        return tl.tensor(getattr(semantic.builder, plan.name)(*operands, *plan.arguments), plan.result)
+        one, other = plan.brought
+        left = x.handle if one is None else _handle(x, one)
+        right = y.handle if other is None else _handle(y, other)
+        if plan.ufunc is None:
+            return tl.tensor(getattr(semantic.builder, plan.name)(left, right, *plan.arguments), plan.result)
+        handle = new_handle(Handle)
+        handle.data, handle.dtype, handle.attr = plan.ufunc(left.data, right.data), plan.scalar, {}
+        return tl.tensor(handle, plan.result)
 
     _replace(semantic, name, quick)
     return quick
