@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from forced import check_split
-from helpers import Case, check
+from helpers import Case, check, opcheck
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -162,7 +162,7 @@ def test_the_operator(dtype, heads_last):
         x = [y.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for y in x]
     inputs = Inputs(*x, None, None, seed=torch.tensor([1, 2]))
     terms = ScoreNumbers.of(Score.of(Band(0, 0), 16, dropout_p=0.9), False, "cpu")
-    torch.library.opcheck(torch.ops.tilewise.attention.default, (*inputs.flat(), *terms))
+    opcheck(torch.ops.tilewise.attention.default, (*inputs.flat(), *terms), traced=heads_last)
     o, lse, o_low = torch.ops.tilewise.attention(*inputs.flat(), *terms)
     assert o_low.dtype == torch.int16
     assert not o_low.requires_grad

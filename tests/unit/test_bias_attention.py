@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bias_helpers import HKV, INF, B, H
+from helpers import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
@@ -172,7 +173,7 @@ def test_every_term(name):
 
 
 @each_term
-@pytest.mark.parametrize("sizes", [(40, 33), (1, 30), (30, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(20, 15), (1, 15), (20, 1)], ids=str)
 def test_tile_by_tile(monkeypatch, name, sizes):
     """Tiles of a few queries and keys; the cap comes before the bias."""
     monkeypatch.setattr(tiled, "MAX_BLOCK_M", 8)
@@ -300,7 +301,7 @@ def test_decoding_is_the_last_rows():
 
 @pytest.mark.parametrize(
     "name",
-    ["query", "query, starts", "key, buckets and starts", "t5", "everything"],
+    ["query, starts", "key, buckets and starts", "everything"],
 )
 def test_compile(name):
     """A term is an argument; a second length does not graph-break, a second call does not compile."""
@@ -400,7 +401,7 @@ def test_the_operator(name):
     assert terms.score == call.score
     if name in ("everything", "query, starts", "key, buckets and starts", "cols and rows"):
         inputs = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in call.inputs.flat()]
-        torch.library.opcheck(torch.ops.tilewise.attention.default, (*inputs, *terms))
+        opcheck(torch.ops.tilewise.attention.default, (*inputs, *terms), traced=name == "everything")
     found = plain.attention(*call.inputs, call.score)
     torch.testing.assert_close(found, attention(*qkv, bias=bias, return_lse=True))
 

@@ -37,9 +37,7 @@ DROPOUT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "budget"), [("attention", 0), ("attention", 0.5), ("attention", 1), *((x, 0.5) for x in [*DROPOUT][1:])]
-)
+@pytest.mark.parametrize(("name", "budget"), [("attention", 0), ("attention", 1), *((x, 0.5) for x in [*DROPOUT][1:])])
 def test_dropout_is_not_drawn_again_in_the_backward(name, budget):
     """o is linear in v: ⟨do, o⟩ is ⟨dv, v⟩, but where the backward drops others than the forward."""
     q, k, v = leaves(*[(2, 2, 32, 16)] * 3)

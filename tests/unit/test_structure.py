@@ -193,6 +193,8 @@ def test_a_resized_pass_is_what_would_be_prepared(seed):
 def test_what_is_prepared_holds_no_tensor(work):
     """Of random calls, also of those that cannot be resized."""
     rng, count = random.Random(0), 0
+    gc.collect()
+    gc.freeze()  # what was there before need not be looked through for each call
     for _ in range(16):
         case, backend = draw(rng)
         *_, tensors, run = prepared(replace(case, M=200, N=270), backend, work, 300)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import varlen_draws
+from helpers import opcheck
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 from varlen_biases import BIASES, padded, t5, toeplitz
@@ -178,7 +179,7 @@ def test_bias_of_sequences_of_equal_lengths(name):
 
 
 @each_bias
-@pytest.mark.parametrize("dtypes", [(FLOAT, FLOAT), (BRAIN, FLOAT), (HALF, HALF)], ids=str)
+@pytest.mark.parametrize("dtypes", [(BRAIN, FLOAT), (HALF, HALF)], ids=str)
 def test_bias_dtypes(name, dtypes):
     dtype, bias_dtype = dtypes
     if "low" in name or name == "everything":
@@ -363,7 +364,7 @@ def test_gradcheck(name):
     torch.autograd.gradcheck(f, (*qkv, sink, *new.leaves), fast_mode=True)
 
 
-@pytest.mark.parametrize("name", [None, "ragged", "query", "t5, starts", "everything"])
+@pytest.mark.parametrize("name", ["ragged", "t5, starts", "everything"])
 def test_compile(name):
     """Other offsets of the same totals run what was compiled."""
     graphs = []
@@ -378,7 +379,7 @@ def test_compile(name):
     compiled = torch.compile(f, fullgraph=True, backend=lambda *x: graphs.append(x) or aot_eager(*x))
     for x in lengths:
         new, (qkv, do, dlse) = New(x), tensors(x)
-        bias = None if name is None else BIASES[name](new)[0]
+        bias = BIASES[name](new)[0]
         if isinstance(bias, RaggedBias):  # pairs of both lengths fit
             bias = RaggedBias(new(H, 200), bias.offsets)
             new.leaves = new.leaves[1:]
@@ -442,7 +443,7 @@ def test_the_operator(name):
     terms = ScoreNumbers.of(score, False, "cpu")
     assert terms.score == score
     given = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in inputs.flat()]
-    torch.library.opcheck(torch.ops.tilewise.attention.default, (*given, *terms))
+    opcheck(torch.ops.tilewise.attention.default, (*given, *terms), traced=name == "everything")
 
 
 @pytest.mark.parametrize("name", [None, "ragged", "everything"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import Case, Results, hold, run, tensors
 from interpreter_child import make_sparse, problem_of
+from pairwise import pairwise
 from torch import Tensor
 
 from tilewise.spec import visibility
@@ -203,12 +204,12 @@ def check_list(found, interval, states, none_full):
     "case",
     [
         SMALL,
-        replace(SMALL, mask="b1mn", causal=True, bias="1hmn"),
-        replace(SMALL, mask="1h1n", bias="bhmn", dtype=torch.float32),
-        replace(SMALL, mask="b1m1", bias="b11n", softcap=2.0),
+        replace(SMALL, mask="b1mn", causal=True, bias="1hmn", B=1),
+        replace(SMALL, mask="1h1n", bias="bhmn", dtype=torch.float32, B=1),
+        replace(SMALL, mask="b1m1", bias="b11n", softcap=2.0, H=1),
         replace(SMALL, mask="1kmn", bias="1hmn", deterministic=True, B=1, H=4, Hkv=2),
-        replace(SMALL, mask="b11n", bias="111n", deterministic=True, causal=True),
-        replace(SMALL, mask="b1mn", bias="1hm1", deterministic=True),
+        replace(SMALL, mask="b11n", bias="111n", deterministic=True, causal=True, H=1),
+        replace(SMALL, mask="b1mn", bias="1hm1", deterministic=True, B=1),
     ],
     ids=str,
 )
@@ -235,13 +236,19 @@ PAIR = replace(SPARSE, H=2, Hkv=1)  # as many heads as tell a mask of heads from
             replace(
                 SPARSE if "k" in axes else PAIR,
                 mask="".join(axes),
-                bias=(None, "1hmn", "b11n")[n % 3],
-                dtype=(torch.float16, torch.float32)[n % 2],
-                causal=n % 4 == 1,
-                softcap=2.0 if n % 5 == 2 else None,
-                deterministic=n % 3 == 2,
+                bias=bias,
+                dtype=dtype,
+                **terms,
             )
-            for n, axes in enumerate(itertools.product("b1", "hk1", "m1", "n1"))
+            for *axes, bias, dtype, terms in pairwise(
+                "b1",
+                "hk1",
+                "m1",
+                "n1",
+                (None, "1hmn", "b11n"),
+                (torch.float16, torch.float32),
+                ({}, {"causal": True}, {"softcap": 2.0}, {"deterministic": True}),
+            )
         ),
         *(replace(PAIR, M=M, N=N, mask="b1mn") for M, N in LENGTHS),
         replace(SPARSE, mask="1kmn", bias="bhmn", deterministic=True, causal=True, M=129, N=70),
