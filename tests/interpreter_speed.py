@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Plan(NamedTuple):
     brought: tuple[Any, ...] = (None, None)  # how the operands are, see `_rule`
     ufunc: Any = None  # numpy's function, if the operation comes to that alone
     scalar: Any = None  # the type of the handle then
+    facts: tuple[Any, ...] = ()  # what a tensor has of its type
 
 
 # Of an operation and the types of its operands; None: whatever it is, it is no `Plan`.
@@ -164,7 +166,10 @@ def _remember_operations() -> None:
         "ne": "not_equal",
     }.items():  # fmt: skip
         function = _shorten_two(name)
-        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, semantic.to_tensor(y)))
+        _replace(
+            tl.tensor, f"__{operator}__",
+            lambda x, y, f=function: f(x, y if type(y) is tl.tensor else semantic.to_tensor(y)),
+        )  # fmt: skip
 
 
 def _kind(x: Any) -> Any:
@@ -256,12 +261,13 @@ def _learn(slow: Any, tensors: tuple[Any, ...], *more: Any, **named: Any) -> tup
     if len(recorder.asked) == 1:
         name, asked = recorder.asked[0]
         if len(asked) >= len(tensors) and all(x is y.handle for x, y in zip(asked, tensors, strict=False)):
-            return result, Plan(name, asked[len(tensors) :], result.type)
+            facts = result.shape, result.numel, result.dtype
+            return result, Plan(name, asked[len(tensors) :], result.type, facts=facts)
     return result, None
 
 
 def _by_ufunc(plan: Plan, operands: tuple[Any, Any], result: Any) -> dict[str, Any]:
-    """The last two of a plan whose result is what a function of numpy makes of the operands, and nothing else."""
+    """More of a plan whose result is what a function of numpy makes of the operands, and nothing else."""
     asked = getattr(interpreter.InterpreterBuilder, plan.name)
     found = (
         asked(SimpleNamespace(binary_op=lambda left, right, ufunc: ufunc), None, None) if _is_binary(asked) else None
@@ -271,9 +277,29 @@ def _by_ufunc(plan: Plan, operands: tuple[Any, Any], result: Any) -> dict[str, A
     return {"ufunc": found, "scalar": result.handle.dtype}
 
 
+def _by_array(plan: Plan, given: Any, result: Any) -> dict[str, Any]:
+    """The same of a cast or a new axis. bfloat16 has the numbers of unsigned integers, and is cast otherwise."""
+    asked, data = getattr(interpreter.InterpreterBuilder, plan.name), result.handle.data
+    if plan.name == "create_expand_dims" and plan.arguments[0] >= 0:
+        place = (*(slice(None),) * plan.arguments[0], None)
+        return {"ufunc": lambda x: x[place], "scalar": result.handle.dtype}
+    if asked.__code__.co_names[:1] == ("cast_impl",) and "u" not in (given.dtype.kind, data.dtype.kind):
+        return {"ufunc": methodcaller("astype", data.dtype), "scalar": result.handle.dtype}
+    return {}
+
+
 def _is_binary(asked: Any) -> bool:
-    """Of the builder's operations, which are all by names that their code has."""
+    """Of the builder's operations, whose code has few names."""
     return asked.__code__.co_names[:1] == ("binary_op",)
+
+
+def _made(data: Any, plan: Plan) -> Any:
+    """A tensor, by what its and its handle's `__init__` would do."""
+    handle, made = object.__new__(Handle), object.__new__(tl.tensor)
+    handle.data, handle.dtype, handle.attr = data, plan.scalar, {}
+    made.handle, made.type = handle, plan.result
+    made.shape, made.numel, made.dtype = plan.facts
+    return made
 
 
 def _shorten_one(name: str) -> None:
@@ -283,11 +309,14 @@ def _shorten_one(name: str) -> None:
     def quick(x: Any, to: Any, *more: Any) -> Any:
         key = name, x.type.name, getattr(to, "name", to), more
         if key not in _plans:
-            result, _plans[key] = _learn(slow, (x,), to, *more)
+            result, plan = _learn(slow, (x,), to, *more)
+            _plans[key] = plan and plan._replace(**_by_array(plan, x.handle.data, result))
             return result
         plan = _plans[key]
         if plan is None:
             return slow(x, to, *more)
+        if plan.ufunc is not None:
+            return _made(plan.ufunc(x.handle.data), plan)
         return tl.tensor(getattr(semantic.builder, plan.name)(x.handle, *plan.arguments), plan.result)
 
     _replace(semantic, name, quick)
@@ -296,7 +325,7 @@ def _shorten_one(name: str) -> None:
 def _shorten_two(name: str, pointers: tuple[bool, ...] = ()) -> Any:
     """The function of that name in triton.language.semantic: of two tensors or numbers; pointers: which of them may be
     one."""
-    slow, new_handle = getattr(semantic, name), object.__new__
+    slow = getattr(semantic, name)
 
     def quick(x: Any, y: Any, *more: Any, **named: Any) -> Any:
         key = name, _kind(x), _kind(y), more, *named.items()
@@ -316,9 +345,7 @@ def _shorten_two(name: str, pointers: tuple[bool, ...] = ()) -> Any:
         right = y.handle if other is None else _handle(y, other)
         if plan.ufunc is None:
             return tl.tensor(getattr(semantic.builder, plan.name)(left, right, *plan.arguments), plan.result)
-        handle = new_handle(Handle)
-        handle.data, handle.dtype, handle.attr = plan.ufunc(left.data, right.data), plan.scalar, {}
-        return tl.tensor(handle, plan.result)
+        return _made(plan.ufunc(left.data, right.data), plan)
 
     _replace(semantic, name, quick)
     return quick
