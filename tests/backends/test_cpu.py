@@ -15,7 +15,7 @@ from tilewise.backends.cpu import fused, parts, tiled
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-LENGTHS = (1, 3, 127, 128, 129, 239, 799)
+LENGTHS = (1, 127, 128, 129, 239, 799)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FULL, SMALL = {"B": 2, "H": 4, "Hkv": 2, "M": 37, "N": 53, "D": 16}, {"B": 2, "H": 2, "M": 37, "N": 53, "D": 8}
 
@@ -191,12 +191,12 @@ def test_float64_with_a_bias_of_fewer_bits(route, bias, bias_dtype):
 
 @each_pair(
     "route, terms, bias",
-    [{}, {"causal": True}, {"window": (2, 1)}, {"softcap": 0.7}, {"mask": (1, 2, 4, 5)}],
-    [(2, 2, 4, 5), (2, 1, 4, 1), (1, 1, 1, 5)],
+    [{}, {"causal": True}, {"window": (2, 1)}, {"softcap": 0.7}, {"mask": (1, 2, 3, 4)}],
+    [(2, 2, 3, 4), (2, 1, 3, 1), (1, 1, 1, 4)],
 )
 def test_gradcheck(route, terms, bias):
     torch.manual_seed(3)
-    shapes = ((2, 2, 4, 3), (2, 1, 5, 3), (2, 1, 5, 2), bias)
+    shapes = ((2, 2, 3, 3), (2, 1, 4, 3), (2, 1, 4, 2), bias)
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     if "mask" in terms:
         terms = {"mask": torch.rand(terms["mask"]) < 0.6}

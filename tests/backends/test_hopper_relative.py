@@ -73,6 +73,15 @@ PROBLEMS = [
     problem(300, 900, 512, 129, Band(None, 640)),  # the tail of a longer sequence: tiles begin with the first entry
     problem(300, 400, 768, 65, Band(None, 832)),  # no pair has an entry
 ]
+# Each with two of the three widths of tiles by turns, and each width with twelve of them.
+by_turns = pytest.mark.parametrize(
+    ("p", "dim"),
+    [
+        pytest.param(p, dim, id=f"{p.queries}x{p.keys} {p.score.query} {p.score.band}, {dim}")
+        for n, p in enumerate(PROBLEMS)
+        for dim in ((32, 64), (64, 128), (128, 32))[n % 3]
+    ],
+)
 
 
 def forward_arguments(p):
@@ -140,8 +149,7 @@ def kinds(p, rows, cols):
     return kind, bool(((j - i >= lo) & (j - i <= hi)).any())
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
+@by_turns
 def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
     """What a loading warp fills is what its warpgroup waits for, one after the other; every visible pair with an entry
     is in such a tile; the loop that knows of no bias has none."""
@@ -228,8 +236,7 @@ def check_ring(filled, events, stages):
             released.add(n)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
+@by_turns
 def test_the_backward_knows_the_tile_that_follows(p, dim):
     """Its bias is read a step ahead, by where it is: tile after tile, head after head."""
     p = replace(p, head_dim=dim, value_dim=dim)
@@ -252,8 +259,7 @@ def test_the_backward_knows_the_tile_that_follows(p, dim):
             assert found >= distances_of.CUT or kind == "zero" or not seen
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: f"{p.queries}x{p.keys} {p.score.query} {p.score.band}")
+@by_turns
 def test_the_backwards_loops(monkeypatch, p, dim):
     """Each tile once, of each head; a loop that knows how its tiles lie to the range is right, and each tile that has a
     bias starts from its own, as it lies to the range."""

@@ -61,7 +61,15 @@ PROBLEMS = [
     problem(1, 900, -94, 94),
     problem(900, 1, -94, 94),
 ]
-IDS = [f"{p.queries}x{p.keys} {p.score.toeplitz} {p.score.band}" for p in PROBLEMS]
+# Each with two of the three widths of tiles by turns, and each width with two thirds of them.
+by_turns = pytest.mark.parametrize(
+    ("p", "dim"),
+    [
+        pytest.param(p, dim, id=f"{p.queries}x{p.keys} {p.score.toeplitz} {p.score.band}, {dim}")
+        for n, p in enumerate(PROBLEMS)
+        for dim in ((32, 64), (64, 128), (128, 32))[n % 3]
+    ],
+)
 
 
 def forward_arguments(p):
@@ -133,8 +141,7 @@ def side_of(p, row, rows, n0, cols):
     return -1 if most <= far.lo else 1 if least >= far.hi else 0
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("p", PROBLEMS, ids=IDS)
+@by_turns
 def test_the_forwards_loops(monkeypatch, p, dim):
     """Every tile that is visible is visited once; one that reads no entry lies on the side whose line it takes."""
     p = replace(p, head_dim=dim, value_dim=dim)
@@ -182,8 +189,7 @@ def test_the_forwards_loops(monkeypatch, p, dim):
     assert (far > 0) == ((c.FAR_LO or c.FAR_HI) and p.keys > c.BLOCK_N)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("p", PROBLEMS, ids=IDS)
+@by_turns
 def test_the_backwards_loops(p, dim):
     """What comes first lies below, what comes last above, and takes the LSE that goes with it."""
     p = replace(p, head_dim=dim, value_dim=dim)
