@@ -144,14 +144,14 @@ def check_compiled(compiled, length):
         torch.testing.assert_close(x, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("dynamic", "more_graphs"), [(True, 0), (None, 1), (False, 4)])
+@pytest.mark.parametrize(("dynamic", "more_graphs"), [(True, 0), (None, 1), (False, 2)])
 def test_compile_makes_no_graph_for_each_length(fresh_dynamo, dynamic, more_graphs):
     """dynamic=True: one graph for all lengths. By default: one for the first length, one for all others."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(biased, backend=counter, fullgraph=True, dynamic=dynamic)
     check_compiled(compiled, 11)
     before = counter.frame_count
-    for length in (17, 30, 9, 23):
+    for length in (17, 9):
         check_compiled(compiled, length)
     assert counter.frame_count == before + more_graphs
     assert not counters["graph_break"]

@@ -30,7 +30,6 @@ def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 DROPOUT = {
     "attention": lambda q, k, v: attention(q, k, v, dropout_p=0.3),
-    "leading": lambda q, k, v: attention(q[None], k[None], v[None], dropout_p=0.3),
     "sdpa": lambda q, k, v: scaled_dot_product_attention(q, k, v, dropout_p=0.3),
     "varlen": packed,
     "checkpoint": lambda *qkv: checkpoint(lambda *x: attention(*x, dropout_p=0.3), *qkv, use_reentrant=False),

@@ -113,18 +113,6 @@ def test_gradients_flow_to_the_bias_of_what_is_kept(causal):
     assert (results[0][4][~kept] == 0).all()
 
 
-def test_compiles_with_its_making():
-    q = torch.randn(1, 2, 130, 8)
-
-    def step(q, scores):
-        return attention(q, q, q, mask=dynamic_mask(scores, keep=9, causal=True), causal=True)
-
-    scores = torch.randn(1, 2, 1, 130)
-    found = torch.compile(step, fullgraph=True, backend="aot_eager")(q, scores)
-    torch.testing.assert_close(found, step(q, scores))
-    torch._dynamo.reset()
-
-
 def test_errors():
     scores = torch.randn(1, 1, 4, 8)
     for arguments, kind, message in (
