@@ -15,7 +15,7 @@ from tilewise.backends.cpu import fused, parts, tiled
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
-LENGTHS = (1, 127, 128, 129, 239, 799)
+LENGTHS = (1, 3, 127, 128, 129, 239, 799)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FULL, SMALL = {"B": 2, "H": 4, "Hkv": 2, "M": 37, "N": 53, "D": 16}, {"B": 2, "H": 2, "M": 37, "N": 53, "D": 8}
 

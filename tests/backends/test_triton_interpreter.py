@@ -21,7 +21,7 @@ from pairwise import each
 from torch import Tensor
 
 HALF, FLOAT = torch.float16, torch.float32
-LENGTHS = (1, 127, 128, 129, 239)
+LENGTHS = (1, 3, 127, 128, 129, 239)
 # Which axes a bias or mask has: all 24 for grouped heads, and half of them, where each combination of three axes is.
 BROADCASTS = ["".join(axes) for axes in itertools.product("b1", "hk1", "m1", "n1")]
 HALF_OF_THEM = [x for x in BROADCASTS if (x[0] == "1") == (("hk1".index(x[1]) + (x[2] == "1") + (x[3] == "1")) % 2)]

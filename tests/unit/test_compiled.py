@@ -30,13 +30,16 @@ def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 DROPOUT = {
     "attention": lambda q, k, v: attention(q, k, v, dropout_p=0.3),
+    "leading": lambda q, k, v: attention(q[None], k[None], v[None], dropout_p=0.3),
     "sdpa": lambda q, k, v: scaled_dot_product_attention(q, k, v, dropout_p=0.3),
     "varlen": packed,
     "checkpoint": lambda *qkv: checkpoint(lambda *x: attention(*x, dropout_p=0.3), *qkv, use_reentrant=False),
 }
 
 
-@pytest.mark.parametrize(("name", "budget"), [("attention", 0), ("attention", 1), *((x, 0.5) for x in [*DROPOUT][1:])])
+@pytest.mark.parametrize(
+    ("name", "budget"), [("attention", 0), ("attention", 0.5), ("attention", 1), *((x, 0.5) for x in [*DROPOUT][1:])]
+)
 def test_dropout_is_not_drawn_again_in_the_backward(name, budget):
     """o is linear in v: ⟨do, o⟩ is ⟨dv, v⟩, but where the backward drops others than the forward."""
     q, k, v = leaves(*[(2, 2, 32, 16)] * 3)

@@ -39,7 +39,7 @@ def cast(function):
 
 @pytest.mark.parametrize(
     ("function", "region"),
-    [(by_sdpa, "inside"), (by_attention, "around"), (by_parts, "around")],
+    [(by_sdpa, "around"), (by_sdpa, "inside"), (by_attention, "around"), (by_parts, "around")],
 )
 def test_full_graph(function, region):
     torch._dynamo.reset()
