@@ -40,6 +40,7 @@ from tilewise.spec.tiles import key_tiles, limits
 
 # A float32 tile of this size is 1 MiB, which fits a core's private cache; several threads share a taller tile.
 BLOCK_M, BLOCK_N, MAX_BLOCK_M = 512, 512, 2048
+MANY_HEADS = 4  # times that size, for tiles of several heads without a tile mask: a tile costs 0.8 ms of Python
 SMALL = 1 << 16  # scores per worker at least: fewer take as long as waking a worker
 
 
@@ -60,7 +61,8 @@ def tiling(problem: Problem) -> Tiling:
         alike = 1 if mask.heads > 1 else problem.kv_heads if mask.batch > 1 else alike
     rows, cols = min(most_rows, problem.queries), min(most_cols, problem.keys)
     size = problem.group * rows * cols
-    heads = 1 if size >= BLOCK_M * BLOCK_N else max(block_m * BLOCK_N // size, 1)
+    most = block_m * BLOCK_N * (MANY_HEADS if of is None else 1)
+    heads = 1 if size >= BLOCK_M * BLOCK_N else max(most // size, 1)
     every, parts = problem.batch * problem.kv_heads, _parts(problem)
     heads = min(heads, alike)
     if of is None:  # a tile for each worker: with fewer heads, else with fewer rows
