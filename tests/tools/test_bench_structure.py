@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 BIAS = (1, 2, 40, 40)
 TRIANGLE = Case("triangle", 3, 2, 2, 40, 40, 8, bias=BIAS, dtype="float32", padded=True, door="triangle_attention")
 TOKENS = replace(TRIANGLE, family="tokens", padded=False, door="attention_pair_bias")
+SWIN = replace(TRIANGLE, family="swin", batch=6, padded=False, windows=3, door="attention")
 WINDOWS = WindowCase("windows", 2, 2, 96, 8, dtype="float32")
 
 
@@ -33,26 +34,27 @@ def said_wrong(case, right, steps, x):
     return reference.wrong(reference.errors(found, right), case)
 
 
-@pytest.mark.parametrize("case", [TRIANGLE, TOKENS], ids=lambda case: case.door)
+@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN], ids=lambda case: case.door)
 @pytest.mark.parametrize("name", ["tilewise-cpu", "tilewise-door", "sdpa-math"])
 def test_doors_and_calls_are_right(case, name):
     """With the mask, and wrong without it."""
     x = case.inputs(CPU)
-    assert (x.mask is not None) == case.padded
+    assert (x.mask is not None) == (case is not TOKENS)
     right, provider = reference.exact(case, x), of("attention")[name]
     assert provider.declines(case) is None
     assert not said_wrong(case, right, provider.prepare(case, x), x)
-    if case.padded:
-        assert said_wrong(case, right, provider.prepare(case, x._replace(mask=None)), x)
+    if x.mask is not None:
+        other = x._replace(mask=torch.ones_like(x.mask))
+        assert said_wrong(case, right, provider.prepare(case, other), x)
 
 
-@pytest.mark.parametrize("case", [TRIANGLE, TOKENS], ids=lambda case: case.door)
+@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN], ids=lambda case: case.door)
 def test_a_door_is_called(case, monkeypatch):
     called = []
-    monkeypatch.setattr(structure, case.door, lambda *x: called.append(x[0].shape) or x[0])
+    monkeypatch.setattr(structure, case.door, lambda *x, **_: called.append(x[0].shape) or x[0])
     provider, x = of("attention")["tilewise-door"], case.inputs(CPU)
     assert provider.prepare(case, x).forward().shape == x.q.shape
-    assert called == [(1, *x.q.shape)]
+    assert called == [(2, 3, *x.q.shape[1:]) if case is SWIN else (1, *x.q.shape)]
     assert provider.declines(replace(case, door=None))
 
 
@@ -66,14 +68,21 @@ def test_cuequivariance_is_asked_as_it_wants_to_be(monkeypatch):
         right = reference.exact(case, x)
         assert not said_wrong(case, right, provider.prepare(case, x), x)
     M, N = TRIANGLE.queries, TRIANGLE.keys
-    for change in ({"bias": None}, {"causal": True}, {"bias": (1, 1, M, N)}, {"dropout": 0.1}, {"sink": True}):
+    for change in (
+        {"bias": None},
+        {"causal": True},
+        {"windows": 3},
+        {"bias": (1, 1, M, N)},
+        {"dropout": 0.1},
+        {"sink": True},
+    ):
         assert provider.declines(replace(TRIANGLE, **change))
 
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [("tilewise-door", TRIANGLE), ("tilewise-door", TOKENS), ("cuequivariance", TRIANGLE)],
-    ids=["triangle", "tokens", "cuequivariance"],
+    [("tilewise-door", TRIANGLE), ("tilewise-door", TOKENS), ("tilewise-door", SWIN), ("cuequivariance", TRIANGLE)],
+    ids=["triangle", "tokens", "swin", "cuequivariance"],
 )
 def test_what_a_door_is_called_with_costs_nothing(name, case, monkeypatch):
     """A tensor of q's size more, and its time, would be the bench's own."""
@@ -96,16 +105,18 @@ def test_who_takes_no_mask_of_keys_says_so():
     said = {name: p.declines(replace(TRIANGLE, dtype="bfloat16")) for name, p in of("attention").items()}
     assert said["flex"] is None
     assert said["cudnn-graph"] == said["fa4"] == "takes no mask of keys"
+    assert providers._no_bias(SWIN) == providers._no_cudnn_graph(SWIN) == "takes no mask of pairs"
 
 
-def test_flex_hides_keys():
+@pytest.mark.parametrize("case", [TRIANGLE, SWIN], ids=lambda case: case.door)
+def test_flex_hides_keys(case):
     """Its scores, added up here."""
-    case = replace(TRIANGLE, backward=False)
+    case = replace(case, backward=False)
     x = case.inputs(CPU)
     right = reference.exact(case, x)
     bias = providers._score_mod(x.bias)
-    mod, s = providers._score_mod_of_keys(bias, x.mask), torch.zeros(())
-    b, h, i, j = (torch.arange(n).view(-1, *(1,) * (3 - d)) for d, n in enumerate((3, 2, 40, 40)))
+    mod, s = providers._score_mod_of_mask(bias, x.mask), torch.zeros(())
+    b, h, i, j = (torch.arange(n).view(-1, *(1,) * (3 - d)) for d, n in enumerate((case.batch, 2, 40, 40)))
     scores = x.q @ x.k.mT * 8**-0.5 + mod(s, b, h, i, j)
     found = {"o": scores.softmax(-1) @ x.v}
     assert not reference.wrong(reference.errors(found, right), case)

@@ -65,6 +65,8 @@ class Case:
         term: one of `terms.NAMES`, a trainable bias that is not stored as a matrix.
         mask: one of `sparse.NAMES`, or "kept N", a dynamic mask.
         padded: True to hide a random eighth of the keys of each batch element by a bool mask; all pairs count as work.
+        windows: number of random bool masks (M, N) that hide a third of the pairs and repeat along the batch, as of
+            Swin's windows; all pairs count as work.
         door: one of `structure.DOORS`, a function that is measured in addition to `tilewise.attention`.
         window: with causal, the number of keys that a query sees, including its own.
         host: True for a small case that measures the host time of a call; pictures omit it.
@@ -89,6 +91,7 @@ class Case:
     term: str | None = None
     mask: str | None = None
     padded: bool = False
+    windows: int | None = None
     door: str | None = None
     window: int | None = None
 
@@ -143,6 +146,8 @@ class Case:
     def _mask(self) -> TensorSpec | None:
         if self.padded:
             return TensorSpec(torch.bool, self.batch, 1, 1, self.keys)
+        if self.windows is not None:
+            return TensorSpec(torch.bool, self.batch, 1, self.queries, self.keys)
         if self.mask is None:
             return None
         return TensorSpec(torch.bool, 1, 1 if sparse.keep(self.mask) is None else self.heads, self.queries, self.keys)
@@ -172,6 +177,11 @@ class Case:
             drawn = torch.rand(self.batch, 1, 1, self.keys, generator=generator, device=device)
             mask = drawn >= 1 / 8
             mask[..., 0] = True  # no fully masked query: providers differ there, see docs/structure-models.md
+        if self.windows is not None:
+            drawn = torch.rand(self.windows, 1, self.queries, self.keys, generator=generator, device=device)
+            mask = drawn >= 1 / 3
+            mask[..., 0] = True
+            mask = mask.repeat(self.batch // self.windows, 1, 1, 1)
         return CaseInputs(q, k, v, bias, do, sink, term, mask)
 
 
@@ -212,15 +222,26 @@ def pair(length: int) -> Case:
     return Case("pair bias D32", length, 4, 4, length, length, 32, bias=(1, 4, length, length))
 
 
+def beside(case: Case, name: str) -> Case:
+    """Return the case with a function that is measured in addition, one of `structure.DOORS`."""
+    return replace(case, door=name)
+
+
 def triangle(length: int) -> Case:
     """Return a `pair` case with different hidden keys in each row."""
-    return replace(pair(length), family="triangle_attention D32", padded=True, door="triangle_attention")
+    return beside(replace(pair(length), family="triangle_attention D32", padded=True), "triangle_attention")
 
 
 def tokens(length: int) -> Case:
     """Return a case of AlphaFold 3's diffusion: 16 samples share the bias."""
     bias = (1, 16, length, length)
-    return Case("attention_pair_bias D48", 16, 16, 16, length, length, 48, bias=bias, door="attention_pair_bias")
+    return beside(Case("attention_pair_bias D48", 16, 16, 16, length, length, 48, bias=bias), "attention_pair_bias")
+
+
+def swin(images: int) -> Case:
+    """Return Swin's first stage: 64 windows of 49 tokens of each image share a bias, and have masks of their own."""
+    case = Case(f"swin D32 B{images}", 64 * images, 3, 3, 49, 49, 32, bias=(1, 3, 49, 49), windows=64)
+    return beside(case, "attention")
 
 
 def masked(mask: str, length: int, causal: bool = False, biased: bool = False) -> Case:
@@ -308,6 +329,7 @@ def _gpu() -> Iterator[Case]:
         yield from (inkling(length, term) for term in (False, True))
     for length in (2048, 8192):
         yield from (toeplitz(term, length) for term in (None, "t5", "alibi"))
+    yield from (swin(images) for images in (8, 32, 128))
     for mask in ("blocks 25", "blocks 5"):
         yield from (masked(mask, 16384, biased=biased) for biased in (False, True))
     yield from (masked("documents", 32768, causal) for causal in (True, False))

@@ -286,7 +286,7 @@ def _flex(case: Case, x: CaseInputs) -> Steps:
     if case.term is not None and x.term is not None:
         score_mod = terms.score_mod(case.term, x.term)
     if x.mask is not None:
-        score_mod = _score_mod_of_keys(score_mod, x.mask)
+        score_mod = _score_mod_of_mask(score_mod, x.mask)
     grouped = case.heads != case.kv_heads
     return _autograd(lambda: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped), x)
 
@@ -305,26 +305,26 @@ def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
     return lambda s, b, h, i, j: s + bias[b if batch else 0, h if heads else 0, i if rows else 0, j]
 
 
-def _score_mod_of_keys(score_mod: Callable[..., Tensor] | None, mask: Tensor) -> Callable[..., Tensor]:
-    """Return ``score_mod`` with a key mask; every tile has hidden keys, so a block mask would skip none."""
-    keys = mask[:, 0, 0]
+def _score_mod_of_mask(score_mod: Callable[..., Tensor] | None, mask: Tensor) -> Callable[..., Tensor]:
+    """Return ``score_mod`` with a mask of keys or pairs that all heads share; a block mask would skip no tile."""
+    shown, by_keys = mask[:, 0], mask.shape[2] == 1
 
     def hidden(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = s if score_mod is None else score_mod(s, b, h, i, j)
-        return torch.where(keys[b, j], score, -torch.inf)
+        return torch.where(shown[b, 0, j] if by_keys else shown[b, i, j], score, -torch.inf)
 
     return hidden
 
 
 def _no_bias(case: Case) -> str | None:
-    if case.padded:
-        return "takes no mask of keys"
+    if case.padded or case.windows is not None:
+        return "takes no mask of keys" if case.padded else "takes no mask of pairs"
     return _plain(case) if case.bias is None else "takes no bias tensor that has a gradient"
 
 
 def _no_cudnn_graph(case: Case) -> str | None:
-    if case.padded:
-        return "takes no mask of keys"
+    if case.padded or case.windows is not None:
+        return "takes no mask of keys" if case.padded else "takes no mask of pairs"
     return _plain(case) if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels"
 
 

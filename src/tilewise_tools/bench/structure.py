@@ -1,4 +1,4 @@
-"""Entry points for structure models, measured on some cases in addition to `tilewise.attention`.
+"""Entry points for structure models and windows, measured on some cases in addition to a call of 4 dimensions.
 
 All providers of such a case get the same 4-D leaves. The entry points and cuEquivariance, whose triangle_attention one
 of them replaces, get them with additional dimensions.
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from tilewise import attention
 from tilewise.integrations.evoformer import attention_pair_bias, triangle_attention
 
 if TYPE_CHECKING:
     from tilewise_tools.bench.cases import Case, CaseInputs
 
 
-def _triangle(x: CaseInputs) -> Tensor:
+def _triangle(case: Case, x: CaseInputs) -> Tensor:
     """Call triangle_attention; the batch is the rows of one pair representation."""
     assert x.bias is not None
     o: Tensor = triangle_attention(
@@ -26,28 +27,45 @@ def _triangle(x: CaseInputs) -> Tensor:
     return o.squeeze(0)  # the gradient of a select is a copy
 
 
-def _tokens(x: CaseInputs) -> Tensor:
+def _tokens(case: Case, x: CaseInputs) -> Tensor:
     """Call attention_pair_bias; the batch is the samples of one structure."""
     assert x.bias is not None
     return attention_pair_bias(x.q[None], x.k[None], x.v[None], x.bias).squeeze(0)
 
 
-DOORS: dict[str, Callable[[CaseInputs], Tensor]] = {"triangle_attention": _triangle, "attention_pair_bias": _tokens}
+def _windows(case: Case, x: CaseInputs) -> Tensor:
+    """Call attention of images and their windows; the mask of one image."""
+    assert x.bias is not None
+    assert x.mask is not None
+    q, k, v = (y.unflatten(0, (-1, case.windows)) for y in (x.q, x.k, x.v))
+    o: Tensor = attention(q, k, v, bias=x.bias[None], mask=x.mask[None, : case.windows])
+    return o.flatten(0, 1)
+
+
+DOORS: dict[str, Callable[[Case, CaseInputs], Tensor]] = {
+    "triangle_attention": _triangle, "attention_pair_bias": _tokens, "attention": _windows,
+}  # fmt: skip
 
 
 def door(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     """Return the forward of the case's entry point, by tilewise's default backend."""
     assert case.door is not None
     call = DOORS[case.door]
-    return lambda: call(x)
+    return lambda: call(case, x)
 
 
 def no_door(case: Case) -> str | None:
-    return None if case.door is not None else "is measured only on cases with an entry point for structure models"
+    return (
+        None
+        if case.door is not None
+        else "is measured only on cases with more dimensions or an entry point for structure models"
+    )
 
 
 def cuequivariance_declines(case: Case) -> str | None:
     """Return why cuEquivariance does not support a case; it needs a bias (1, H, M, N)."""
+    if case.windows is not None:
+        return "takes masks of keys"
     if case.bias != (1, case.heads, case.queries, case.keys) or case.causal or case.kv_heads != case.heads:
         return "takes a bias that the batch shares, and neither causal nor grouped heads"
     return None
