@@ -84,7 +84,7 @@ FAULTS = [
         "unit/test_leading.py::test_bias",
     ),
     Fault(
-        "tilewise/frontend/leading.py", "ordered = dropout_p != 0", "ordered = False",
+        "tilewise/frontend/leading.py", "ordered=dropout_p != 0", "ordered=False",
         "dropout counts sequences as they lie in memory",
         "unit/test_leading.py::test_dropout_counts_sequences_in_order",
     ),

@@ -437,3 +437,28 @@ def test_usual_calls_that_are_not_one_view(monkeypatch):
     monkeypatch.setattr(api, "attention_of_leading", lambda *x, **more: calls.append(1) or attend(*x, **more))
     ours(*inputs)
     assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    ("of_bias", "of_mask", "calls", "words"),
+    [
+        ((1, 1, H, M, K), (1, N, 1, M, K), 1, "mask (3, 1, 5, 7) bool, repeated along the batch"),
+        ((B, N, H, M, K), (B, N, 1, 1, K), 1, "mask (6, 1, 1, 7) bool"),
+        ((B, 1, H, M, K), (B, N, 1, 1, K), 2, "one of 2 calls, for the leading dimensions do not merge into one"),
+    ],
+)
+def test_explain(of_bias, of_mask, calls, words):
+    """One of the calls of four dimensions, and how many there are."""
+    q, k, v = qkv(dtype=torch.float32)
+    bias = torch.zeros(of_bias, requires_grad=True)
+    mask = torch.arange(K).expand(of_mask) != 2
+    found = tilewise.explain(q, k, v, bias=bias, mask=mask, causal=True)
+    assert (found.calls, found.plan.problem.batch * calls) == (calls, B * N)
+    assert f"  {words}" in str(found).splitlines()
+    flat = [x.flatten(0, 1)[: B * N // calls] for x in (q, k, v)]
+    whole = {"bias": bias.expand(B, N, H, M, K), "mask": mask.expand(B, N, 1, M, K)}
+    whole = {name: x.flatten(0, 1)[: B * N // calls] for name, x in whole.items()}
+    expected = tilewise.explain(*flat, **whole, causal=True)
+    assert found.mask.pairs == pytest.approx(expected.mask.pairs)
+    assert found.forward.flops == expected.forward.flops
+    assert found.plan.backend == expected.plan.backend

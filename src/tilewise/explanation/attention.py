@@ -27,6 +27,7 @@ from tilewise.explanation.work import (
 from tilewise.frontend.arguments import Bias, Call, Mask, Seed, read_call
 from tilewise.frontend.jagged import are_jagged, packed_of
 from tilewise.frontend.keywords import named_only, unexpected
+from tilewise.frontend.leading import read_repeated, split_leading
 from tilewise.frontend.varlen import read_packed
 from tilewise.masks.block_sparse import TileMask
 from tilewise.planner import make_plan
@@ -67,7 +68,8 @@ def explain(
         q, k, v, bias, mask, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend: as
             for `tilewise.attention`. Tensors may be on the meta device, together with ``device=``; a TileMask may then
             be on the CPU. A low-rank bias is shown as wider q and k. Lengths of jagged tensors are read, as by
-            `explain_varlen`, so these tensors need elements.
+            `explain_varlen`, so these tensors need elements. With more leading dimensions than a batch it is one of the
+            calls of four dimensions that is shown, and how many there are.
         return_lse: has no effect: the LSE is always computed and written.
         device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
         limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet of an A100, H100 or H200 (SXM), for 16-bit
@@ -103,11 +105,19 @@ def explain(
     listed = None
     if isinstance(mask, TileMask) and isinstance(q, Tensor) and q.is_meta and mask.device.type == "cpu":
         listed, mask = mask.tensors, mask.to("meta")
+    options = {
+        "causal": causal, "window": window, "dropout_p": dropout_p, "dropout_seed": dropout_seed,
+        "deterministic": deterministic, "backend": backend, **numbers,
+    }  # fmt: skip
+    calls = 1
     with torch.enable_grad():  # bias components computed from a trained table must require grad too
-        call = read_call(
-            q, k, v, bias=bias, mask=mask, sink=sink, causal=causal, window=window, dropout_p=dropout_p,
-            dropout_seed=dropout_seed, deterministic=deterministic, backend=backend, **numbers,
-        )  # fmt: skip
+        if isinstance(q, Tensor) and q.dim() > 4:
+            split = split_leading(q, k, v, bias=bias, mask=mask, sink=sink, ordered=dropout_p != 0)
+            calls, one = split.way.calls, split.calls[0]
+            given = one._asdict() | options
+            call = read_repeated(one, options) if split.repeats else read_call(**given)
+        else:
+            call = read_call(q, k, v, bias=bias, mask=mask, sink=sink, **options)  # type: ignore[arg-type]
     problem, name = _problem_of(call, device)
     known = _data_sheet(problem, name) if limits is None else _given_limits(limits)
     kept = mask.kept if isinstance(mask, TileMask) else None
@@ -116,7 +126,8 @@ def explain(
     plan = make_plan(computed, call.backend)
     tiles = "nothing to compute" if problem.empty else plan.module.tiles(computed)
     listed = call.inputs.tiles if listed is None else listed
-    share = _mask_share(problem, call.inputs.mask, listed)
+    whole = call.inputs.mask
+    share = _mask_share(problem, whole[0] if whole is not None and whole.dim() == 5 else whole, listed)
     forward, backward = forward_work(computed), backward_work(computed)
     if isinstance(gather, Gather):
         forward, backward = _gathered(problem, computed, forward, backward)
@@ -126,7 +137,7 @@ def explain(
     read = sum(x.nbytes for x in call.inputs.tiles or () if x is not None)
     forward, backward = (replace(x, bytes=x.bytes + read) for x in (forward, backward))
     called = problem if isinstance(gather, Gather) else None
-    return Explanation(plan, tiles, forward, backward, known, share, _tile_share(listed), gather, called)
+    return Explanation(plan, tiles, forward, backward, known, share, _tile_share(listed), gather, called, calls)
 
 
 def _gathered(problem: Problem, computed: Problem, forward: Work, backward: Work) -> tuple[Work, Work]:

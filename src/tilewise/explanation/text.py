@@ -34,6 +34,7 @@ class Explanation(Lines):
         tile_mask: numbers of tiles of a TileMask; None without one, or if it has no elements.
         gather: how the selected keys of a dynamic mask are gathered, or why they are not.
         called: the problem of the call if keys are gathered; ``plan`` then has the problem with gathered keys.
+        calls: number of calls like this one that compute attention with more leading dimensions.
     """
 
     plan: Plan
@@ -45,6 +46,7 @@ class Explanation(Lines):
     tile_mask: TileShare | None = None
     gather: Gather | str | None = None
     called: Problem | None = None
+    calls: int = 1
 
     @property
     def problem(self) -> Problem:
@@ -63,6 +65,8 @@ def _lines(e: Explanation) -> Iterator[str]:
     p = e.problem
     where = p.device if p.capability is None else f"{p.device} (compute capability {p.capability[0]}.{p.capability[1]})"
     yield f"attention on {where}, {dtype_name(p.dtype)}"
+    if e.calls != 1:
+        yield f"  one of {count(e.calls, 'call')}, for the leading dimensions do not merge into one"
     if p.totals is not None:
         queries, keys = p.totals
         yield f"  {count(p.batch, 'sequence')} of at most {p.queries} queries and {count(p.keys, 'key')}"
@@ -76,7 +80,8 @@ def _lines(e: Explanation) -> Iterator[str]:
     for name, x in (("bias", p.bias), ("mask", p.mask if p.tile_mask is None else None)):
         if x is not None:
             grad = ", with its gradient" if name == "bias" and p.bias_grad else ""
-            yield f"  {name} {x.shape} {dtype_name(x.dtype)}{grad}"
+            repeats = ", repeated along the batch" if name == "mask" and type(p.mask_period) is int else ""
+            yield f"  {name} {x.shape} {dtype_name(x.dtype)}{grad}{repeats}"
     if p.parts is not None:
         for name, x in p.parts.named():
             grad = ", with its gradient" if name in p.parts.grads else ""

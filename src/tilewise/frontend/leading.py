@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.backends import Inputs
 from tilewise.bias.terms import Term
-from tilewise.frontend.arguments import Bias, Mask, Seed, check_inputs, read_call, with_seed
+from tilewise.frontend.arguments import Bias, Call, Mask, Seed, check_inputs, read_call, with_seed
 from tilewise.frontend.call_cache import cache_flattened
 from tilewise.masks.block_sparse import tile_mask_of
 from tilewise.operator.autograd import attention_op
@@ -34,53 +34,92 @@ def attention_of_leading(
     mask may also broadcast along the first of them only. Otherwise the dimensions that give the fewest calls are split.
     arguments: the key under which ``attend`` caches a call, or None.
     """
-    whole: Any = (q, k, v, bias, mask, sink)
-    lead = _check_qkv(q, k, v)
-    H, M, N = q.shape[-3], q.shape[-2], k.shape[-2]
-    limits = _Limits(lead, Sizes(1, H, k.shape[-3], M, N))
-    terms = list(bias) if isinstance(bias, (tuple, list)) else [bias]
-    terms = [limits.bias(x, q) for x in terms]
-    given = [q, k, v, limits.mask(mask), limits.sink(sink), *terms]
-    tensors = {i: x for i, x in enumerate(given) if _has_leading(x, len(lead))}
-    ordered = dropout_p != 0
-    way, repeated = _way_of(lead, list(tensors.values()), ordered), None
-    if way.calls > 1 and 3 in tensors:
-        one = _way_of(lead, [x for i, x in tensors.items() if i != 3], ordered)
-        repeated = one.repeated(tensors[3])
-        way = way if repeated is None else one
+    split = split_leading(q, k, v, bias=bias, mask=mask, sink=sink, ordered=dropout_p != 0)
+    way, repeats = split.way, split.repeats
     if way.calls > 1 and dropout_seed is not None and dropout_p != 0:
         raise NotImplementedError(
             f"dropout_seed: says what one call drops, and this one is computed in {way.calls} parts, for the leading "
-            f"dimensions {tuple(lead)} of some tensor do not merge into one; leave dropout_seed out, and each part "
+            f"dimensions {tuple(way.lead)} of some tensor do not merge into one; leave dropout_seed out, and each part "
             "draws one of its own"
         )
     options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
-    parts = {i: [repeated] if i == 3 and repeated is not None else way.apart(x) for i, x in tensors.items()}
     found, numbers = [], None
-    for n in range(way.calls):
-        q, k, v, mask, sink, *terms = [parts[i][n] if i in parts else x for i, x in enumerate(given)]
-        options |= {"bias": tuple(terms) if isinstance(bias, (tuple, list)) else terms[0], "sink": sink}
-        if repeated is None:
-            found.append(attend(q, k, v, mask=mask, return_lse=return_lse, **options))
+    for inputs in split.calls:
+        if not repeats:
+            own = inputs._asdict()
+            found.append(attend(*[own.pop(x) for x in "qkv"], **own, return_lse=return_lse, **options))
         else:
-            check_inputs(*whole)
-            results, numbers = _attention_of_repeated(q, k, v, repeated, return_lse, options)
+            check_inputs(q, k, v, bias, mask, sink)
+            results, numbers = _attention_of_repeated(inputs, return_lse, options)
             found.append(results)
     if arguments is not None and way.in_order and _are_tensors(bias, mask):
-        flattened: Any = (q, k, v, terms[0], mask, sink)
+        whole: Any = (q, k, v, bias, mask, sink)
+        (inputs,) = split.calls
+        flattened: Any = inputs
         cache_flattened(Inputs(*whole), Inputs(*flattened), arguments, numbers)
     if not return_lse:
         return way.together(found)
     return way.together([o for o, _ in found]), way.together([lse for _, lse in found])
 
 
+class LeadingCall(NamedTuple):
+    """Arguments of one call of four dimensions. mask: (1, n, H, M, N) if it repeats along the batch."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Bias
+    mask: Mask
+    sink: Tensor | None
+
+
+class LeadingSplit(NamedTuple):
+    """Calls that compute attention with more leading dimensions. repeats: the mask repeats along the batch of one."""
+
+    way: _Way
+    calls: list[LeadingCall]
+    repeats: bool
+
+
+def split_leading(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias, mask: Mask, sink: Tensor | None, ordered: bool
+) -> LeadingSplit:
+    """Return views of the tensors for each of the fewest calls. ordered: batch elements must be counted in row-major
+    order (for dropout). Errors as for `tilewise.attention`."""
+    lead = _check_qkv(q, k, v)
+    H, M, N = q.shape[-3], q.shape[-2], k.shape[-2]
+    limits = _Limits(lead, Sizes(1, H, k.shape[-3], M, N))
+    several = isinstance(bias, (tuple, list))
+    terms = [limits.bias(x, q) for x in (bias if isinstance(bias, (tuple, list)) else [bias])]
+    given = [q, k, v, limits.mask(mask), limits.sink(sink), *terms]
+    tensors = {i: x for i, x in enumerate(given) if _has_leading(x, len(lead))}
+    way, repeated = _way_of(lead, list(tensors.values()), ordered), None
+    if way.calls > 1 and 3 in tensors:
+        one = _way_of(lead, [x for i, x in tensors.items() if i != 3], ordered)
+        repeated = one.repeated(tensors[3])
+        way = way if repeated is None else one
+    parts = {i: [repeated] if i == 3 and repeated is not None else way.apart(x) for i, x in tensors.items()}
+    calls = []
+    for n in range(way.calls):
+        own_q, own_k, own_v, own_mask, own_sink, *own = [parts[i][n] if i in parts else x for i, x in enumerate(given)]
+        calls.append(LeadingCall(own_q, own_k, own_v, tuple(own) if several else own[0], own_mask, own_sink))
+    return LeadingSplit(way, calls, repeated is not None)
+
+
+def read_repeated(inputs: LeadingCall, options: dict[str, Any]) -> Call:
+    """Return `read_call` with a mask that repeats along the batch."""
+    q, k, v, bias, mask, sink = inputs
+    call = read_call(q, k, v, bias=bias, mask=None, sink=sink, **options)
+    assert isinstance(mask, Tensor)
+    return call._replace(inputs=call.inputs._replace(mask=mask))
+
+
 def _attention_of_repeated(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, return_lse: bool, options: dict[str, Any]
-) -> tuple[Any, ScoreNumbers]:
-    """Return `tilewise.attention` with a mask (1, n, ...) that repeats along the batch, and the numbers of the call."""
-    call = read_call(q, k, v, mask=None, **options)
-    inputs = with_seed(call.inputs._replace(mask=mask), call.score)
-    o, lse = attention_op(inputs, *call[1:], return_lse=return_lse)
+    inputs: LeadingCall, return_lse: bool, options: dict[str, Any]
+) -> tuple[Any, ScoreNumbers]:  # fmt: skip
+    """Return `tilewise.attention` with a mask that repeats along the batch, and the numbers of the call."""
+    call = read_repeated(inputs, options)
+    o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
     return (o, lse) if return_lse else o, ScoreNumbers.of(*call[1:])
 
 
