@@ -40,7 +40,8 @@ class AttentionPlan:
         """Return o (B, H, M, Dv), or o and lse (B, H, M) if planned with ``return_lse``, as `tilewise.attention` does.
 
         Differentiable, also under `torch.compile` and in CUDA graphs (run once before the capture, which compiles the
-        kernels). With dropout each run draws its own seed.
+        kernels). With dropout each run draws its own seed. Autocast casts nothing here, and PyTorch's deterministic
+        mode counts as it was when the call was planned.
 
         Args:
             q, k, v, bias, mask, sink: tensors with the shapes, strides, dtypes and device of those that were planned.

@@ -114,6 +114,9 @@ def test_autocast():
             plan(**x)
         q = x["q"].bfloat16()
         assert plan(q, q, q).run(q, q, q).dtype is torch.bfloat16
+    planned = plan(**x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert planned.run(**x).dtype is torch.float32
 
 
 def test_explain():
