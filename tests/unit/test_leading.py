@@ -146,6 +146,24 @@ def test_dropout_beside_a_mask_that_repeats():
         assert torch.equal(x, y)
 
 
+def test_onnx_and_vmap_beside_a_mask_that_repeats(monkeypatch):
+    mask = tensors((1, N, 1, M, K), seed=2)[0] > 0
+    inputs = qkv()
+    expected = formula(*inputs, mask=mask)[0].nan_to_num(0.0)
+    many = [torch.stack([x, 2 * x]) for x in inputs]
+    found = torch.func.vmap(lambda *x: attention(*x, mask=mask))(*many)
+    torch.testing.assert_close(found[0], expected)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+
+    class Module(nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, mask=mask)
+
+    program = torch.export.export(Module(), tuple(inputs))
+    assert "tilewise" not in str(program.graph)
+    torch.testing.assert_close(program.module()(*inputs), expected)
+
+
 @pytest.mark.parametrize("rows", [1, M])
 def test_a_mask_of_five_dimensions_is_for_more_leading_dimensions(rows):
     q, k, v = (x.flatten(0, 1) for x in qkv())

@@ -43,6 +43,8 @@ def attention(
         for x in (*(x for _, x in parts.vectors()), *(gather(x, M, N) for _, x in parts.relatives(score, M))):
             s = s + grouped(x)
     if mask is not None:
+        if mask.dim() == 5:  # (1, n, H, M, N) repeats along the batch
+            mask = mask[0].repeat(q.shape[0] // mask.shape[1], 1, 1, 1)
         s = s.masked_fill(~grouped(mask), -torch.inf)
     lo, hi = score.band.lo, score.band.hi
     if lo is not None or hi is not None:
