@@ -33,6 +33,7 @@ def sparse_sum_of(
     [
         ((1, 1), (1, 1), True), ((1, 1), (B, H), True), ((1, 1), (B, HKV), False), ((B, 1), (1, H), True),
         ((1, H), (B, HKV), True), ((1, HKV), (B, H), True), ((1, HKV), (1, 1), False),
+        ((2 * B, 1), (B, H), True), ((2 * B, H), (B, 1), False),  # the mask repeats along the batch
     ],
     ids=str,
 )  # fmt: skip
@@ -44,7 +45,7 @@ def test_what_is_zeroed_and_read(interpreter, bias, mask, rows):
     states[:, 0, 0], states[:, 1, -1] = 2, 0
     of_mask = states.view(*mask, *tiles)
     shown = torch.zeros(*bias, M, N, dtype=torch.bool)
-    for b in range(B):
+    for b in range(max(B, bias[0])):
         for h in range(H):
             mb, mh = b % mask[0], h * mask[1] // H
             seen = of_mask[mb, mh].T.repeat_interleave(64 if rows else M, 0)[:M].repeat_interleave(BLOCK_N, 1)[:, :N]
