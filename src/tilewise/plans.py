@@ -16,6 +16,7 @@ from tilewise.operator.dispatch import forward_of
 from tilewise.operator.eager import is_eager
 from tilewise.operator.structure import Layout, layouts
 from tilewise.spec.score import ScoreNumbers, Window
+from tilewise.spec.tensors import PLAIN
 
 NAMES = ("q", "k", "v", "bias", "mask", "sink")
 
@@ -39,9 +40,8 @@ class AttentionPlan:
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Return o (B, H, M, Dv), or o and lse (B, H, M) if planned with ``return_lse``, as `tilewise.attention` does.
 
-        Differentiable, also under `torch.compile` and in CUDA graphs (run once before the capture, which compiles the
-        kernels). With dropout each run draws its own seed. Autocast casts nothing here, and PyTorch's deterministic
-        mode counts as it was when the call was planned.
+        Differentiable, also under `torch.compile`. With dropout each run draws its own seed. Autocast casts nothing
+        here, and PyTorch's deterministic mode counts as it was when the call was planned.
 
         Args:
             q, k, v, bias, mask, sink: tensors with the shapes, strides, dtypes and device of those that were planned.
@@ -115,7 +115,7 @@ def plan(
     softcap: float | None = None, dropout_p: float = 0.0, return_lse: bool = False, deterministic: bool | None = None,
     backend: str | None = None,
 ) -> AttentionPlan:  # fmt: skip
-    """Return a plan of `tilewise.attention` for tensors of these layouts: what a server or a CUDA graph runs again.
+    """Return a plan of `tilewise.attention` for tensors of these layouts: what a server runs again.
 
     The arguments are read and checked once; nothing is computed. Calls of `tilewise.attention` find the same in a
     cache, so a plan is for those who want it explicit, and an error where a layout changes.
@@ -140,7 +140,7 @@ def plan(
     """
     given = (q, k, v, bias, mask, sink)
     for name, x in zip(NAMES[3:5], given[3:5], strict=True):
-        if type(x) is not torch.nn.Parameter and x is not None and type(x) is not Tensor:
+        if type(x) not in PLAIN:
             raise TypeError(f"{name}: a plan takes a tensor, got {type(x).__name__}; call tilewise.attention with it")
     options = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "dropout_p": dropout_p,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import NAMES, Case, Results, Tensors, call, differentiate, hold, poisoned_memory, run, tensors
 
-from tilewise import attention, explain, matmul
+from tilewise import attention, explain, matmul, plan
 from tilewise.backends import Inputs, Needs
 from tilewise.spec.score import Band, Score, ScoreNumbers
 
@@ -332,6 +332,22 @@ def test_cuda_graph(case, deterministic, backend):
         graph.replay()
         torch.cuda.synchronize()
         hold(case, results, "cuda", fresh)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plan_in_a_cuda_graph(backend):
+    q, k, v = (torch.randn(2, 4, 200, 64, device="cuda", dtype=BRAIN) for _ in range(3))
+    bias = torch.randn(1, 4, 200, 200, device="cuda", dtype=BRAIN)
+    planned = plan(q, k, v, bias=bias, causal=True, backend=backend)
+    planned.run(q, k, v, bias=bias)  # compiles the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = planned.run(q, k, v, bias=bias)
+    for x in (q, k, v, bias):
+        x.normal_()
+    graph.replay()
+    assert torch.equal(o, attention(q, k, v, bias=bias, causal=True, backend=backend))
 
 
 # PyTorch's compiler warns of its own doings, differently in each release.
