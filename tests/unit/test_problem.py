@@ -420,6 +420,7 @@ def test_a_mask_that_repeats(n, period):
     )  # fmt: skip
     assert described.mask == TensorSpec(torch.bool, n, 1, M, N)
     assert (type(described.mask_period), described.mask_period) == (type(period), period)
+    assert described.mask_repeats == (type(period) is int)
     for shape in ((1, 4, 1, M, N), (2, 3, 1, M, N), (1, 0, 1, M, N), (1, 2, 1, M, M)):
         with pytest.raises(ValueError, match=r"mask: shape .* does not"):
             Problem.of(q, k, k, None, zeros(*shape, dtype=torch.bool), None, None, None, None, None, score)

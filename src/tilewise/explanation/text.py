@@ -80,7 +80,7 @@ def _lines(e: Explanation) -> Iterator[str]:
     for name, x in (("bias", p.bias), ("mask", p.mask if p.tile_mask is None else None)):
         if x is not None:
             grad = ", with its gradient" if name == "bias" and p.bias_grad else ""
-            repeats = ", repeated along the batch" if name == "mask" and type(p.mask_period) is int else ""
+            repeats = ", repeated along the batch" if name == "mask" and p.mask_repeats else ""
             yield f"  {name} {x.shape} {dtype_name(x.dtype)}{grad}{repeats}"
     if p.parts is not None:
         for name, x in p.parts.named():

@@ -86,10 +86,16 @@ class Problem:
         return self.queries <= 64 and 16 * self.queries <= self.keys
 
     @property
+    def mask_repeats(self) -> bool:
+        """True if batch element b has mask b % n, with n masks for more batch elements."""
+        return self.mask is not None and 1 < self.mask.batch < self.batch
+
+    @property
     def mask_period(self) -> int | bool:
-        """Return n if batch element b has mask b % n, True if each has its own, False if all share one."""
-        n = 1 if self.mask is None else self.mask.batch
-        return n if 1 < n < self.batch else n > 1
+        """Return n if the mask repeats, True if each batch element has its own, False if all share one."""
+        if self.mask is None:
+            return False
+        return self.mask.batch if self.mask_repeats else self.mask.batch > 1
 
     def broadcast_group(self, x: TensorSpec) -> BroadcastGroup:
         """Return the broadcast group of the bias or the mask."""

@@ -43,7 +43,7 @@ def declines(problem: Problem) -> str | None:
         return "PyTorch's fused kernel takes a bias in one tensor"
     if bias is not None and mask is not None:
         return "PyTorch's fused kernel takes a bias or a mask, not both"
-    if type(problem.mask_period) is int:
+    if problem.mask_repeats:
         return "PyTorch's fused kernel takes no mask that repeats along the batch"
     if mask is not None and mask.rows > 1:
         return "PyTorch's fused kernel takes a float mask, which would be a buffer of M x N"
