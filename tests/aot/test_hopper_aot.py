@@ -50,7 +50,7 @@ DESIGNED = [
 SINKS = [
     ("3.6.0", replace(USUAL, sink="h"), 2 * (8 + 8) * 2, 0, False),
     ("3.6.0", replace(USUAL, D=64, causal=True, sink="bhm"), 3 * (4 + 8) * 3, 0, False),
-    ("installed", replace(USUAL, D=256, causal=True, sink="h"), 2 * (16 + 4) * 3, 8, False),
+    ("installed", replace(USUAL, D=256, causal=True, sink="h"), 2 * (16 + 4) * 3, 16, False),
     (
         "installed",
         replace(USUAL, mask="b1mn", bias="1hmn", sink="h", sink_dtype=torch.float32),

@@ -216,17 +216,20 @@ def test_a_row_that_begins_hidden(tiles_together, first, last):
 
 @pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("at", [0.0, 100.0, -100.0, -math.inf])
-def test_a_sink_is_one_more_score(at, cap):
-    """In the units of the scores, whose maximum may lag; a row that sees nothing else has its sink as its LSE."""
+def test_a_sink_is_one_more_score(at, cap, monkeypatch):
+    """Beside a maximum that may lag; a row that sees nothing else has its sink as its LSE."""
+    monkeypatch.setattr(kernels.score, "_LOG2E", kernels.score.LOG2E)
+    monkeypatch.setattr(kernels.score.tl, "float64", torch.float64, raising=False)
+    monkeypatch.setattr(kernels.score.tl, "minimum", lambda x, y: x.clamp(max=y), raising=False)
     torch.manual_seed(0)
     units = score.score_terms(problem(cap=cap)).exponent * math.log(2)
     s, sink, v = torch.randn(64, 16) / units, torch.randn(64) + at, torch.randn(16, 8)
     s[0] = -math.inf
     m = s.amax(1) - 2.0 / units
     p = torch.exp((s - m.nan_to_num(0, 0, 0)[:, None]) * units)
-    m, l, alpha = kernels.score.with_sink.fn(m, p.sum(1), sink / units, units / math.log(2))  # noqa: E741
+    top, l, alpha = kernels.score.with_sink.fn(m, p.sum(1), sink, units / math.log(2))  # noqa: E741
     exact = torch.cat([s * units, sink[:, None]], 1).double()
-    torch.testing.assert_close(m * units + l.log(), exact.logsumexp(1).float())
+    torch.testing.assert_close((top * math.log(2) + l.log()).float(), exact.logsumexp(1).float())
     expected = exact.softmax(1).nan_to_num()[:, :16] @ v.double()
     found = (p @ v) * alpha[:, None] / torch.where(l == 0, 1.0, l)[:, None]
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)

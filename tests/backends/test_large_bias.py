@@ -43,6 +43,21 @@ def test_triton(interpreter, case):
     interpreter(check, case, "triton")
 
 
+@each(
+    Case(B=2, H=2, M=40, N=70, D=64, dtype=dtype, bias="1hmn", bias_dtype=FLOAT, bias_scale=scale, sink=sink,
+         sink_dtype=FLOAT, sink_at=2 * scale)
+    for sink in ("h", "bhm")
+    for dtype, scale in ((FLOAT, 1e4), (FLOAT, 1e6), (HALF, 1e4))
+)  # fmt: skip
+def test_beside_a_sink_triton(interpreter, case):
+    interpreter(check, case, "triton")
+
+
+@pytest.mark.parametrize("sink", ["h", "bhm"])
+def test_gradient_of_a_sink_beside_large_scores_triton(interpreter, sink):
+    interpreter(check_gradient_of_a_sink, "triton", sink)
+
+
 def test_one_key_triton(interpreter):
     interpreter(check_one_key, "triton")
 
@@ -64,12 +79,16 @@ def test_one_key(backend):
     check_one_key(backend)
 
 
+def check_gradient_of_a_sink(backend, sink):
+    """A sink as large as the bias, or the product, shares the softmax with it."""
+    case = Case(B=1, H=2, M=40, N=70, D=256, dtype=FLOAT, bias="1hmn", bias_scale=100.0, sink=sink, sink_at=200.0)
+    check(case, backend)
+    check(Case(B=1, H=2, M=40, N=70, D=256, dtype=FLOAT, sink=sink, sink_at=300.0, scale=3.0), backend)
+
+
 @pytest.mark.parametrize("sink", ["h", "bhm"])
 def test_gradient_of_a_sink_beside_large_scores(sink):
-    """A sink as large as the bias shares the softmax with it."""
-    case = Case(B=1, H=2, M=40, N=70, D=256, dtype=FLOAT, bias="1hmn", bias_scale=100.0, sink=sink, sink_at=200.0)
-    check(case, "cpu")
-    check(Case(B=1, H=2, M=40, N=70, D=256, dtype=FLOAT, sink=sink, sink_at=300.0, scale=3.0), "cpu")
+    check_gradient_of_a_sink("cpu", sink)
 
 
 def test_a_bias_without_a_gradient():

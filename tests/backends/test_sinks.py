@@ -22,18 +22,19 @@ SMALL = Case(B=2, H=4, Hkv=2, M=37, N=70, D=16, sink="h")
 
 
 def check_sink_gradient(shape: tuple[int, ...], M: int, tile: int, between: int, first: int) -> None:
-    """`SinkGradient` beside `backends.sink_gradient`; first: 0 of delta, else of -delta / 2.5."""
+    """`SinkGradient` beside `backends.sink_gradient`; first: 0 of delta, else of -delta, behind the LSE."""
     from tilewise.backends import sink_gradient
     from tilewise.backends.kernels.sinks import SinkGradient
 
     generator = torch.Generator().manual_seed(0)
     sink, lse, minus_delta = (torch.randn(x, generator=generator) for x in (shape, (2, 3, M), (2, 3, M)))
     sink[:, 0, 0] = lse[:, : 3 // shape[1], 0] = -torch.inf  # rows that see nothing, no sink either
-    factor = -2.5 if first else 1.0
-    delta = torch.nn.functional.pad(-minus_delta / factor, (0, -M % tile), value=torch.nan)
-    laid = torch.full((2, 3, -(-M // tile), between), torch.nan)
-    laid[..., first : first + tile] = delta.unflatten(-1, (-1, tile))
-    found = SinkGradient(sink, lse, tile, between, first, factor=factor)(sink, lse, laid)
+    laid = torch.full((2, 2, 3, -(-M // tile), between), torch.nan)
+    stored = (lse / math.log(2)).masked_fill(lse.isinf(), torch.inf), minus_delta if first else -minus_delta
+    for into, at, x in zip(laid, (0, first), stored, strict=True):
+        padded = torch.nn.functional.pad(x, (0, -M % tile), value=torch.nan)
+        into[..., at : at + tile] = padded.unflatten(-1, (-1, tile))
+    found = SinkGradient(sink, lse.shape, tile, between, first, negated=first > 0)(sink, *laid)
     torch.testing.assert_close(found, sink_gradient(sink, lse, minus_delta), rtol=1e-4, atol=1e-4)
 
 

@@ -15,6 +15,7 @@ TERMS = [
     {"bias": "bhm1"},
     {"bias": "1hmn", "mask": "b1mn", "lse": True},
     {"bias": "1hmn", "dropout_p": 0.1},
+    {"bias": "1hmn", "sink": "bhm", "sink_dtype": FLOAT},
 ]
 
 
@@ -50,7 +51,8 @@ def test_large_biases(backend, dtype, terms, D, scale, request):
         if known == [dtype, terms, D, scale]:
             request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
     bias_dtype = FLOAT if backend == "triton" else dtype
+    sink = {"sink_at": 3 * scale} if "sink" in terms else {}
     check(
-        Case(B=3, H=4, M=300, N=600, D=D, dtype=dtype, bias_dtype=bias_dtype, bias_scale=scale, **terms),
+        Case(B=3, H=4, M=300, N=600, D=D, dtype=dtype, bias_dtype=bias_dtype, bias_scale=scale, **terms, **sink),
         backend, "cuda",
     )  # fmt: skip

@@ -54,10 +54,9 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def saved_lse_dtype(dtype: torch.dtype, call: Problem | Inputs) -> torch.dtype:
     """Return the dtype of the LSE that the kernels of a GPU hand to their backward; callers get `lse_dtype`.
 
-    A bias moves scores and LSE anywhere: at 10,000 float32 numbers are 1e-3 apart, and exp(s - LSE) is wrong by as
-    much. A sink, whose gradient is computed from the same LSE, keeps it in float32.
+    A bias or a sink can make the LSE large: at 10,000 float32 numbers are 1e-3 apart, and exp(s - LSE) has that error.
     """
-    return torch.float64 if call.bias is not None and call.sink is None else lse_dtype(dtype)
+    return torch.float64 if call.bias is not None or call.sink is not None else lse_dtype(dtype)
 
 
 def float32_precision(dtype: torch.dtype) -> str:

@@ -22,6 +22,7 @@ from tilewise.spec.score import START, Score
 T = TypeVar("T", bound=tuple)
 
 LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
 INTERPRET = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run as Python, for tests without a GPU
 _INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 
@@ -172,15 +173,17 @@ def product(x, y):
 
 @triton.jit
 def with_sink(m_i, l_i, sink, exponent):
-    """Return ``(m, l, alpha)`` of finished rows after adding a sink, a score without value in units of m.
+    """Return ``(top, l, alpha)`` of finished rows after adding a sink, a score without value.
 
-    Sums relative to the old maximum must be multiplied by alpha. The maximum is subtracted before scaling, so that a
-    sink far above or below all scores does not overflow.
+    The base-2 LSE is top + log2(l). Sums relative to the old maximum must be multiplied by alpha. Sums are relative to
+    m_i · exponent, rounded to float32; top is float64, in which differences of large numbers are exact.
     """
-    m_new = tl.maximum(m_i, sink)
-    base = tl.where(m_new == -float("inf"), 0.0, m_new)
-    alpha = tl.exp2((m_i - base) * exponent)
-    return m_new, l_i * alpha + tl.exp2((sink - base) * exponent), alpha
+    top = m_i * exponent
+    top = tl.where(tl.abs(top) < float("inf"), top.to(tl.float64), m_i.to(tl.float64) * exponent)
+    more = sink.to(tl.float64) * _LOG2E
+    above = tl.where(sink == -float("inf"), sink, (more - top).to(tl.float32))
+    alpha = tl.exp2(tl.minimum(-above, 0.0))
+    return tl.maximum(top, more), l_i * alpha + tl.exp2(tl.minimum(above, 0.0)), alpha
 
 
 @triton.jit

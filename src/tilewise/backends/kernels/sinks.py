@@ -1,6 +1,8 @@
-"""Sink gradient in one Triton kernel for all GPU backends; twin of `backends.sink_gradient`."""
+"""Sink gradient in one Triton kernel for the dense calls of all GPU backends; twin of `backends.sink_gradient`."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -9,21 +11,28 @@ from torch import Tensor
 
 from tilewise.backends.launch.launcher import POINTER, Launch, sink_layout
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
 
 class SinkGradient:
     """Launch for dSink = -sum of exp(sink - LSE)·delta over the rows of a sink, in a fixed order.
 
+    LSE and delta are those that the backward's preprocess stores for its main kernel, tile after tile of each head. The
+    LSE is base 2 and rounded, and delta makes up for its rounding, see `kernels.score.unrounding`.
+
     Args:
         sink: (B|1, H|1, M|1), read for its layout only.
-        lse: (B, H, M), read for its layout only.
-        tile: queries per tile of delta, as the backward's preprocess stores it: for each head tile after tile.
-        between: elements between the starts of two tiles of delta.
-        first: element at which the first tile starts.
-        factor: multiplier from the stored numbers to delta.
+        shape: B, H and M of the call.
+        tile: queries per tile.
+        between: elements between the starts of two tiles.
+        first: element of delta at which the first tile starts.
+        negated: True if -delta is stored.
     """
 
-    def __init__(self, sink: Tensor, lse: Tensor, tile: int, between: int, first: int, *, factor: float = 1.0) -> None:
-        B, H, M = lse.shape
+    def __init__(
+        self, sink: Tensor, shape: Sequence[int], tile: int, between: int, first: int, *, negated: bool
+    ) -> None:
+        B, H, M = shape
         batch, heads, queries = sink.shape
         self.block = min(triton.next_power_of_2(M), 1024 if queries > 1 else 4096)
         programs = batch * heads * (triton.cdiv(M, self.block) if queries > 1 else 1)
@@ -33,22 +42,22 @@ class SinkGradient:
             sink_gradient_kernel,
             programs,
             (sink_layout(sink), POINTER, POINTER, sink_layout(found)),
-            (B, H, M, batch, heads, tile, between, first, padded, factor, queries > 1, self.block),
+            (B, H, M, batch, heads, tile, between, first, padded, 1.0 if negated else -1.0, queries > 1, self.block),
             num_warps=max(1, self.block // 512),
         )
 
-    def __call__(self, sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    def __call__(self, sink: Tensor, lse2: Tensor, delta: Tensor) -> Tensor:
         found = torch.empty_like(sink)
-        self._launch(sink, lse, delta, found)
+        self._launch(sink, lse2, delta, found)
         return found
 
 
 @triton.jit
-def sink_gradient_kernel(sink, lse, delta, dsink, batch, heads, queries, sinks_batch, sinks_heads, tile, between,
-                         first, padded, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def sink_gradient_kernel(sink, lse2, delta, dsink, batch, heads, queries, sinks_batch, sinks_heads, tile, between,
+                         first, padded, sign, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Sum the rows of one sink per program or, with ROWS, compute the sinks of a block of queries.
 
-    A row with LSE = -inf has a sink of -inf and adds nothing: the lowest finite number replaces its LSE.
+    A row that sees nothing has a stored LSE of +inf and adds nothing.
     """
     pid = tl.program_id(0)
     blocks = tl.cdiv(queries, BLOCK)
@@ -66,10 +75,10 @@ def sink_gradient_kernel(sink, lse, delta, dsink, batch, heads, queries, sinks_b
             m = block * BLOCK + tl.arange(0, BLOCK)
             inside = m < queries
             value = tl.load(sink.pointer + at_sink + m.to(tl.int64) * sink.stride2, mask=inside, other=0.0)
-            found = tl.load(lse + row * queries + m, mask=inside, other=float("inf"))
-            at = delta + first + row * padded + (m // tile) * between + m % tile
-            p = tl.exp(value.to(tl.float32) - tl.where(found == -float("inf"), -3.4028234663852886e38, found))
-            total -= factor * p * tl.load(at, mask=inside, other=0.0)
+            at = row * padded + (m // tile) * between + m % tile
+            found = tl.load(lse2 + at, mask=inside, other=float("inf"))
+            p = tl.exp2((value.to(tl.float64) * LOG2E - found).to(tl.float32))
+            total += sign * p * tl.load(delta + first + at, mask=inside, other=0.0)
     if ROWS:
         m = own * BLOCK + tl.arange(0, BLOCK)
         at = dsink.pointer + at_dsink + m.to(tl.int64) * dsink.stride2

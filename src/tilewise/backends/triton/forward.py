@@ -224,9 +224,9 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
                 )
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
 
+    top = m_i * terms.exponent
     if sink is not None:
-        found = load_sink(sink, b, head, m, sizes) / (terms.exponent * LN2)
-        m_i, l_i, alpha = with_sink(m_i, l_i, found, terms.exponent)
+        top, l_i, alpha = with_sink(m_i, l_i, load_sink(sink, b, head, m, sizes), terms.exponent)
         acc *= alpha[:, None]
 
     # fully masked row: acc = 0, l = 0, log2(l) = -inf
@@ -236,10 +236,12 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
     if c.SPLIT:
         b += split * sizes.batch
     row = row_at(head_at(b, head, sizes, c), m, lse_length(sizes, c))
-    value = m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2
-    if lse.dtype.element_ty == tl.float64:  # from the rounded number that `_attend` has subtracted, if that is finite
-        top = m_i * terms.exponent
-        value = tl.where(tl.abs(top) < float("inf"), (top.to(tl.float64) + tl.log2(l_i)) * LN2, value)
+    if sink is not None:
+        value = (top + tl.log2(l_i)) * LN2
+    else:
+        value = m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2
+        if lse.dtype.element_ty == tl.float64:  # from the rounded number that `_attend` has subtracted, if it is finite
+            value = tl.where(tl.abs(top) < float("inf"), (top.to(tl.float64) + tl.log2(l_i)) * LN2, value)
     tl.store(lse + row, value, mask=m < sizes.queries)
     store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
     if o_low is not None:
@@ -268,7 +270,7 @@ def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.sum(tl.exp((found - base).to(tl.float32)), 0)  # NaN if any is
     if sink is not None:
-        total += tl.exp(more - base)
+        total += tl.exp((more - base).to(tl.float32))
 
     cols = tl.arange(0, c.BLOCK_DV)
     acc = tl.zeros([c.BLOCK_DV], tl.float32)

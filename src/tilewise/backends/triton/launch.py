@@ -391,7 +391,9 @@ class TritonBackward:
             )
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None and problem.totals is None:
-            self.sink_gradient = SinkGradient(sink, outputs.lse, m_tiles * block_m, m_tiles * block_m, 0)
+            self.sink_gradient = SinkGradient(
+                sink, outputs.lse.shape, m_tiles * block_m, m_tiles * block_m, 0, negated=False
+            )
 
         # `resized` supports q, k, v and their gradients only, with dQ summed by atomics.
         self.resizable = (
@@ -488,7 +490,7 @@ class TritonBackward:
                 dbias = dbias.to(bias.dtype)
             dsink = None
             if self.sink_gradient is not None and sink is not None and outputs.lse is not None:
-                dsink = self.sink_gradient(sink, outputs.lse, delta)
+                dsink = self.sink_gradient(sink, lse2, delta)
             elif self.needs.sink and sink is not None and outputs.lse is not None:  # packed batch
                 dsink = packed_sink_gradient(sink, outputs, cotangents)
             return Gradients(dq, dk, dv, dbias, dsink, **cast_part_gradients(parts, dparts))

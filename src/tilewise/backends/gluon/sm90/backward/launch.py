@@ -273,8 +273,8 @@ class HopperBackward:
         self.shape = sizes.batch, sizes.kv_heads, sizes.group, sizes.lag
         self.bases = backward_bases(self, dlse is not None) if self.resizable else []
         self.sink_gradient = None
-        if needs.sink and sink is not None and outputs.lse is not None:  # −delta follows the LSE of a tile
-            self.sink_gradient = SinkGradient(sink, outputs.lse, block_m, 2 * block_m, block_m, factor=-(weight or 1.0))
+        if needs.sink and sink is not None and outputs.lse is not None:
+            self.sink_gradient = SinkGradient(sink, outputs.lse.shape, block_m, 2 * block_m, block_m, negated=True)
 
     def resized(
         self, structure: Structure, lo: int | None, hi: int | None, inputs: Inputs, outputs: Outputs,
@@ -401,8 +401,8 @@ class HopperBackward:
             if dtoeplitz is not None:
                 dtoeplitz = self.toeplitz.end(dtoeplitz)
             dsink = None
-            if self.sink_gradient is not None and sink is not None and lse is not None:
-                dsink = self.sink_gradient(sink, lse, stats)
+            if self.sink_gradient is not None and sink is not None:
+                dsink = self.sink_gradient(sink, stats, stats)
         return Gradients(
             dq if needs.q else None,
             dk if needs.k else None,

@@ -170,8 +170,8 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
     if sink is not None:
         at = sink.pointer + tl.cast(b, tl.int64) * sink.stride0 + tl.cast(h, tl.int64) * sink.stride1
         at = at + (seq.first_query + rows).to(tl.int64) * sink.stride2
-        found = tl.load(at, mask=rows < sizes.queries, other=0.0).to(tl.float32) / (exponent * LN2)
-        m_i, l_i, alpha = with_sink(m_i, l_i, found, exponent)
+        found = tl.load(at, mask=rows < sizes.queries, other=0.0).to(tl.float32)
+        top, l_i, alpha = with_sink(m_i, l_i, found, exponent)
         acc *= alpha[:, None]
     if seed is not None:
         acc *= terms.weight
@@ -179,7 +179,9 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
     at_lse = lse + (tl.cast(b, tl.int64) * sizes.heads + h) * lse_rows + (seq.first_query + rows)
     old = tl.load(at_lse, mask=rows < sizes.queries, other=0.0)  # not before the loop, where it spills
     spoilt = old != old
-    if lse.dtype.element_ty == tl.float64:
+    if sink is not None:
+        value = (top + tl.log2(l_i)) * LN2
+    elif lse.dtype.element_ty == tl.float64:
         value = (m_i.to(tl.float64) * tl.full([1], exponent, tl.float32) + tl.log2(l_i)) * LN2
     else:
         value = m_i * (exponent * LN2) + tl.log2(l_i) * LN2
