@@ -397,8 +397,8 @@ class TritonBackward:
 
         # `resized` supports q, k, v and their gradients only, with dQ summed by atomics.
         self.resizable = (
-            bias is None and mask is None and parts is None and problem.tile_mask is None and problem.totals is None
-            and not needs.sink and self.query_gradient is None and not problem.score.dropout
+            mended is None and mask is None and parts is None and problem.tile_mask is None and problem.totals is None
+            and self.query_gradient is None and not problem.score.dropout
         )  # fmt: skip
         self.choices = ragged(problem, config)
 
