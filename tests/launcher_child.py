@@ -42,8 +42,8 @@ def resized_arguments(
     """Of each call, one after the other, what its forward and backward hand to the launcher in C, and then, watched by
     hooks, to Triton; what they do where no call came before; and how many launches were resized.
 
-    calls: layouts of q and of k and v, M and N. more: batch, and whether it is causal, has a bias and a sink. Triton
-    compiles nothing, and tensors on the CPU pass for a Hopper GPU's.
+    calls: layouts of q and of k and v, M and N. more: batch, and whether it is causal, has a window, a scale, a bias
+    and a sink. Triton compiles nothing, and tensors on the CPU pass for a Hopper GPU's.
     """
     from triton import knobs
     from triton.backends.nvidia import driver as nvidia
@@ -98,7 +98,8 @@ def resized_arguments(
         return [named(args, known) for args in log]
 
     def one_step(x: list[Tensor], options: dict[str, Any]) -> dict[int, str]:
-        o = attention(*x, **options, causal=more["causal"], backend=backend)
+        window, scale = (90, None) if more["window"] else None, 0.3 if more["scale"] else None
+        o = attention(*x, **options, causal=more["causal"], window=window, scale=scale, backend=backend)
         do = torch.zeros(o.shape, dtype=BRAIN)
         torch.autograd.grad(o, x, do)
         return {y.data_ptr(): name for name, y in (*zip("qkv", x, strict=True), *options.items())}

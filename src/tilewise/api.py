@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.backends import Inputs
 from tilewise.frontend.arguments import Bias, Mask, Seed, Window, cast, check_inputs, read_call, with_seed
 from tilewise.frontend.autocast import autocast_somewhere
-from tilewise.frontend.call_cache import cache_call, cached_call
+from tilewise.frontend.call_cache import cache_call, cached_call, settings_key
 from tilewise.frontend.jagged import are_jagged, jagged_attention
 from tilewise.frontend.keywords import named_only, too_many, unexpected
 from tilewise.frontend.leading import attention_of_leading
@@ -166,14 +166,9 @@ def attention(
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
     arguments = None
-    if (
-        window is None and scale is None and softcap is None and type(dropout_p) is float
-        and 0.0 <= dropout_p <= 1.0 and dropout_seed is None and (causal is False or causal is True)
-        and (deterministic is None or type(deterministic) is bool) and (backend is None or type(backend) is str)
-        and not torch.compiler.is_compiling()
-    ):  # fmt: skip
-        ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        arguments = (causal, ordered, backend, dropout_p)
+    if dropout_seed is None and not torch.compiler.is_compiling():
+        arguments = settings_key(causal, window, scale, softcap, dropout_p, deterministic, backend)
+    if arguments is not None:
         if autocast_somewhere():
             q, k, v = cast(q, k, v)
         try:
@@ -210,7 +205,8 @@ def attention(
     o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
     if arguments is not None:
         given = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
-        cache_call(given, arguments, *call[1:], parts=call.inputs.parts)
+        limits = None if causal is False and window is None else (causal, window)
+        cache_call(given, arguments, *call[1:], parts=call.inputs.parts, limits=limits)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 

@@ -145,7 +145,7 @@ def scaled_dot_product_attention(
     read = score, torch.are_deterministic_algorithms_enabled(), "auto"
     o, _ = attention_op(with_seed(inputs, score), *read, return_lse=False, exact=True)
     if given is not None and arguments is not None and fold.as_query and _same(inputs, given):
-        cache_call(given, arguments, *read, exact=True, aligned=False)
+        cache_call(given, arguments, *read, exact=True)
     return fold.unfold(o)
 
 

@@ -383,14 +383,14 @@ DECODING = [("dense", layout, 1, n) for layout in ("cache", "longer cache") for 
 @pytest.mark.parametrize(
     ("backend", "single", "what"),
     [
-        ("hopper", True, "causal"), ("hopper", False, "bias"), ("hopper", False, "sink"), ("triton", False, ""),
-        ("triton", True, "causal sink"),
+        ("hopper", True, "causal"), ("hopper", False, "bias"), ("hopper", False, "sink scale"), ("triton", False, ""),
+        ("triton", True, "causal sink"), ("hopper", False, "window"), ("triton", False, "causal window scale"),
     ],
 )  # fmt: skip
 def test_a_resized_launch_hands_over_what_a_new_one_would(compilers, backend, single, what):
     """In every launch of forwards and backwards: the kernel, pointers, shapes and strides of descriptors, numbers,
     programs."""
-    more = {"single": single, **{name: name in what for name in ("causal", "bias", "sink")}}
+    more = {"single": single, **{name: name in what for name in ("causal", "window", "scale", "bias", "sink")}}
     calls = [*SQUARE, *OTHERWISE, *DECODING]
     found, resized = compilers.run(resized_arguments, "3.6.0", 90, backend, calls, more)
     for call, (mine, alone) in zip(calls, found, strict=True):

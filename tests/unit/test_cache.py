@@ -136,6 +136,7 @@ CONTEXTS = {
 ENDS = torch.tensor([0, 4, 9], dtype=torch.int32)
 CALLS = {
     "attention": lambda q, k, v: attention(q, k, v, causal=True),
+    "numbers": lambda q, k, v: attention(q, k, v, window=(3, 1), scale=0.3, softcap=2.0),
     "bias": lambda q, k, v: attention(q, k, v, bias=q[:, :1, :, :1] + k[:, :1, :, 0, None].mT),
     "t5": lambda q, k, v: attention(q, k, v, bias=t5_bias(torch.ones(8, 2, device="cpu"), True)),
     "sdpa": lambda q, k, v: tilewise.scaled_dot_product_attention(q, k, v, is_causal=True),
@@ -169,6 +170,39 @@ def test_a_cached_call_sees_what_is_around_it(name, context):
         with CONTEXTS[context]():
             check(run(), within)
     check(run(), without)
+
+
+@pytest.mark.parametrize(
+    ("cached", "wrong"),
+    [
+        ({"scale": 1.0}, {"scale": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"window": (1, 0)}, {"window": (True, False)}),
+        ({"dropout_p": 0.0}, {"dropout_p": False}),
+        ({"causal": True}, {"causal": 1}),
+    ],
+)
+def test_an_equal_number_of_another_type_is_still_an_error(cached, wrong):
+    x = torch.randn(1, 2, 9, 16)
+    for _ in range(2):
+        attention(x, x, x, **cached)
+        with pytest.raises(TypeError):
+            attention(x, x, x, **wrong)
+
+
+@pytest.mark.parametrize("numbers", [{}, {"scale": 0.3}, {"softcap": 2.0}, {"window": (3, None)}, {"causal": True}])
+def test_calls_with_other_numbers_are_other_calls(numbers):
+    q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    before = {"scale": 0.4, "softcap": 3.0, "window": (None, 3), "causal": False}
+    tilewise.clear_caches()
+    for _ in range(2):
+        o = attention(q, k, v, **numbers)
+        torch.testing.assert_close(o, attention(q, k, v, **numbers, backend="reference"))
+        attention(q, k, v, **{name: before[name] for name in numbers})
+    info = tilewise.cache_info()["calls"]
+    hits = info.hits
+    attention(q, k, v, **numbers)
+    assert tilewise.cache_info()["calls"] == info._replace(hits=hits + 1)
 
 
 # --- tensors ---

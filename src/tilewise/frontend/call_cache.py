@@ -22,10 +22,12 @@ from tilewise.operator.eager import is_eager
 from tilewise.operator.seed import drawn_seed
 from tilewise.operator.structure import Variants, layouts, structure_of
 from tilewise.spec.bias_components import Parts
-from tilewise.spec.score import Score, ScoreNumbers
+from tilewise.spec.score import Band, Score, ScoreNumbers, Window
 from tilewise.spec.seqlens import Lengths
 
 _STRIDED = torch.strided
+
+Limits = tuple[bool, Window | None]  # causal and window
 
 
 class Cached(NamedTuple):
@@ -34,6 +36,23 @@ class Cached(NamedTuple):
     terms: ScoreNumbers
     run: Forward
     views: Views | None = None
+
+
+def settings_key(
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
+    dropout_p: float = 0.0, deterministic: bool | None = None, backend: str | None = None,
+) -> tuple | None:  # fmt: skip
+    """Return the arguments of `tilewise.attention` besides its tensors and seed, for a key. None if a call with them is
+    not cached: True equals 1, so only exact types are."""
+    if (
+        (causal is False or causal is True) and type(dropout_p) is float and 0.0 <= dropout_p <= 1.0
+        and (scale is None or type(scale) is float) and (softcap is None or type(softcap) is float)
+        and (window is None or (type(window) is tuple and all(x is None or type(x) is int for x in window)))
+        and (deterministic is None or type(deterministic) is bool) and (backend is None or type(backend) is str)
+    ):  # fmt: skip
+        ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        return causal, ordered, backend, dropout_p, scale, softcap, window
+    return None
 
 
 def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
@@ -93,24 +112,26 @@ def _of_structure(inputs: Inputs, key: tuple) -> Cached | None:
     structure = structure_of(key[1:6], key[6:11], key[11:16], key[16], key[17], sink)
     if structure is None:
         return None
-    known: tuple[ScoreNumbers, bool, Variants] | None = calls.get(("structure", structure.key, arguments))
+    known: tuple[ScoreNumbers, Limits | None, Variants] | None = calls.get(("structure", structure.key, arguments))
     if known is None:
         return None
-    terms, aligned, variants = known
-    if aligned and terms.hi is not None:
-        hi = structure.keys - structure.queries
-        if hi != terms.hi:
-            terms = tuple.__new__(ScoreNumbers, (terms.lo, hi, *terms[2:]))
+    terms, limits, variants = known
+    if limits is not None:
+        band = Band.aligned(*limits, structure.keys - structure.queries)
+        terms = tuple.__new__(ScoreNumbers, (band.lo, band.hi, *terms[2:]))
     run = variants.resized(structure, terms, inputs)
     return None if run is None else Cached(terms, run)
 
 
 def cache_call(
     inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
-    aligned: bool = True, parts: Parts | None = None,
+    limits: Limits | None = None, parts: Parts | None = None,
 ) -> None:  # fmt: skip
-    """Cache a call that succeeded, with the result of reading it; see `cached_call`. aligned: a causal limit is aligned
-    bottom-right, else top-left. parts: the bias components of a bias term."""
+    """Cache a call that succeeded, with the result of reading it; see `cached_call`.
+
+    limits: causal and window, if they make the band depend on the lengths, aligned bottom-right. parts: the bias
+    components of a bias term.
+    """
     term: Any = inputs.bias
     if type(term) is T5Bias or type(term) is Alibi:
         _cache_vector(inputs, arguments, ScoreNumbers.of(score, deterministic, backend, exact), parts)
@@ -128,7 +149,7 @@ def cache_call(
             structure = structure_of(*layouts(*inputs[:6]))  # type: ignore[arg-type]
             variants = None if structure is None else forward_variants(structure, terms)
             if structure is not None and variants is not None:
-                calls.put(("structure", structure.key, arguments), (terms, aligned, variants))
+                calls.put(("structure", structure.key, arguments), (terms, limits, variants))
 
 
 def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: Parts | None) -> None:
@@ -169,8 +190,8 @@ def _views(inputs: Inputs, flattened: Inputs) -> FlattenedViews:
     return FlattenedViews(tuple(inputs.q.shape[:-3]), shapes)
 
 
-def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
-    """Return the cache key of a function that calls ``attention`` with reshaped bias and mask. None if the
+def entry_point_key(name: str, inputs: Inputs, scale: float | None) -> tuple | None:
+    """Return the cache key of a function that calls ``attention`` with reshaped bias and mask, and a scale. None if the
     call cannot be cached."""
     q, k, v, bias, mask = inputs[:5]
     if q is None or k is None or v is None or autocast_somewhere() or not is_eager(inputs[:5]):
@@ -178,7 +199,8 @@ def entry_point_key(name: str, inputs: Inputs) -> tuple | None:
     for x in (q, k, v, bias, mask):
         if x is not None and (x.layout is not _STRIDED or x.is_nested):
             return None
-    return name, layouts(*inputs[:5]), torch.are_deterministic_algorithms_enabled()
+    settings = settings_key(scale=scale)
+    return None if settings is None else (name, layouts(*inputs[:5]), settings)
 
 
 def cached_entry_point_call(key: tuple, inputs: Inputs) -> Tensor | None:
@@ -188,9 +210,9 @@ def cached_entry_point_call(key: tuple, inputs: Inputs) -> Tensor | None:
 
 
 def cache_entry_point_call(key: tuple, inputs: Inputs) -> None:
-    """Cache a call of ``attention(q, k, v, bias=, mask=)`` that succeeded; ``inputs`` are its arguments."""
+    """Cache a call of ``attention(q, k, v, bias=, mask=, scale=)`` that succeeded; ``inputs`` are its tensors."""
     if _is_cacheable(inputs, None):
-        known: Cached | None = calls.get(_key_of(inputs, None, (False, key[2], None, 0.0)))
+        known: Cached | None = calls.get(_key_of(inputs, None, key[2]))
         if known is not None:
             calls.put(key, known if known.views is not None else known._replace(views=_views(inputs, inputs)))
 

@@ -198,7 +198,7 @@ def attention_pair_bias(
     `tilewise.attention`.
     """
     given = Inputs(q, k, v, pair_bias, mask)
-    key = entry_point_key("attention_pair_bias", given) if scale is None else None
+    key = entry_point_key("attention_pair_bias", given, scale)
     found = None if key is None else cached_entry_point_call(key, given)
     if found is not None:
         return found
