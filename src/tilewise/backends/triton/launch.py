@@ -397,9 +397,9 @@ class TritonBackward:
 
         # `resized` supports q, k, v and their gradients only, with dQ summed by atomics.
         self.resizable = (
-            mended is None and mask is None and parts is None and problem.tile_mask is None and problem.totals is None
-            and self.query_gradient is None and not problem.score.dropout
-        )  # fmt: skip
+            bias is sink is mask is parts is problem.tile_mask is problem.totals is self.query_gradient is None
+            and not problem.score.dropout
+        )
         self.choices = ragged(problem, config)
 
         def ordered(x: Tensor, name: str) -> Launch:

@@ -164,7 +164,7 @@ class HopperBackward:
         self.dynamic, self.programs = dynamic, programs
         self.made: dict[tuple, Any] = {}
         self.tiled: dict[tuple[int, int], Any] = {}
-        self.resizable = not (packed or mended is not None or p.mask is not None or p.parts is not None)
+        self.resizable = not packed and bias is sink is p.mask is p.parts is None
         self.choices = choices(problem, config, self.always_hides, *band_of(problem), work_tiles, programs)
         if packed:
             self.lists = BothLists(p, block_m, block_n, dq, self.dvalues, dk, dv)
