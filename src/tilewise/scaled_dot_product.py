@@ -312,8 +312,11 @@ def _fold(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, g
 
 
 def _same(inputs: Inputs, given: Inputs) -> bool:
-    """True if nothing was flattened, expanded or negated: the operator gets the caller's tensors."""
-    return all(x is y for x, y in zip(inputs, given, strict=True))
+    """True if nothing was flattened, expanded or negated: the operator gets the caller's tensors, or attn_mask with
+    more dimensions."""
+    unchanged = inputs.q is given.q and inputs.k is given.k and inputs.v is given.v
+    added = ((inputs.bias, given.bias), (inputs.mask, given.mask))
+    return unchanged and all(x is y or (y is not None and y.dim() < 4) for x, y in added)
 
 
 def _bias_and_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

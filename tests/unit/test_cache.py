@@ -205,6 +205,55 @@ def test_calls_with_other_numbers_are_other_calls(numbers):
     assert tilewise.cache_info()["calls"] == info._replace(hits=hits + 1)
 
 
+# Shapes of bias, mask and sink with fewer dimensions than q.
+FEWER = {
+    "bias of heads": {"bias": (4, 5, 7)},
+    "bias of pairs": {"bias": (5, 7), "mask": (1, 1, 7)},
+    "bias of keys": {"bias": (7,), "sink": (4,)},
+    "mask of pairs": {"mask": (5, 7)},
+    "dropout": {"bias": (5, 7), "dropout_p": 0.5},
+    "sink": {"sink": (4,)},
+    "t5": {"bias": "t5", "mask": (5, 7)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "lead"),
+    [*((name, (3,)) for name in FEWER), *((name, lead) for name in FEWER if name != "t5" for lead in ((2, 3), (1, 1)))],
+)
+def test_operands_with_fewer_dimensions_are_cached(name, lead, monkeypatch):
+    """Values, and gradients in the caller's shapes, are those of a call that is read."""
+
+    def drawn():
+        q, k, v = (torch.randn(*lead, 4, n, 8, requires_grad=True) for n in (5, 7, 7))
+        more = dict(FEWER[name])
+        leaves = [q, k, v]
+        for key, shape in FEWER[name].items():
+            if key == "mask":
+                more[key] = torch.rand(shape) < 0.8
+            elif key in ("bias", "sink"):
+                leaves.append(torch.randn(*((8, 4) if shape == "t5" else shape), requires_grad=True))
+                more[key] = t5_bias(leaves[-1], True) if shape == "t5" else leaves[-1]
+        return leaves, more
+
+    def results(leaves, more):
+        torch.manual_seed(1)
+        o = attention(*leaves[:3], **more)
+        return o, *torch.autograd.grad(o.square().sum(), leaves)
+
+    tilewise.clear_caches()
+    results(*drawn())
+    leaves, more = drawn()
+    tilewise.clear_caches()
+    wanted = results(leaves, more)
+    monkeypatch.setattr(tilewise.api, "read_call", None)
+    monkeypatch.setattr(tilewise.api, "attention_of_leading", None)
+    for x, y in zip(results(leaves, more), wanted, strict=True):
+        assert x.shape == y.shape
+        torch.testing.assert_close(x, y)
+    assert all(x.shape == leaf.shape for x, leaf in zip(wanted[1:], leaves, strict=True))
+
+
 # --- tensors ---
 
 

@@ -105,7 +105,10 @@ def qkv(lead=(2, 3), M=5, N=5, dtype=torch.float32, **options):
     return [torch.randn(*lead, n, 8, dtype=dtype, **options) for n in (M, N, N)]
 
 
-MASKS = {"none": None, "bool": torch.rand(2, 1, 5, 5) < 0.7, "float": torch.randn(1, 3, 5, 5)}
+MASKS = {
+    "none": None, "bool": torch.rand(2, 1, 5, 5) < 0.7, "float": torch.randn(1, 3, 5, 5),
+    "of pairs": torch.rand(5, 5) < 0.7, "of heads": torch.randn(3, 5, 5),
+}  # fmt: skip
 
 
 def expected_of(qkv, mask, is_causal=False, **options):
@@ -137,7 +140,6 @@ def test_sdpa_does_not_read_a_usual_call_again(remembered, monkeypatch, mask, op
         (qkv(lead=(3,)), {}),  # flattened
         (qkv(lead=(2, 2, 2)), {}),
         ([qkv()[0], *qkv(lead=(2, 1))[1:]], {}),  # broadcast
-        (qkv(), {"attn_mask": torch.randn(5, 5)}),
         (qkv(), {"scale": -0.5}),
         (qkv(), {"scale": 0.0}),
         (qkv(), {"scale": 1}),

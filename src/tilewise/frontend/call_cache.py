@@ -16,7 +16,7 @@ from tilewise.cache import calls
 from tilewise.frontend.arguments import padded_mask, seed_tensor
 from tilewise.frontend.autocast import autocast_on, autocast_somewhere
 from tilewise.masks.block_sparse import TileMask
-from tilewise.operator.autograd import FlattenedViews, PackedViews, Views, eager_attention
+from tilewise.operator.autograd import PackedViews, ShapedViews, Views, eager_attention
 from tilewise.operator.dispatch import Forward, forward_of, forward_variants
 from tilewise.operator.eager import is_eager
 from tilewise.operator.seed import drawn_seed
@@ -75,16 +75,10 @@ def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Ten
     if known is None:
         if term is not None or tiles is not None:
             return None
-        if inputs.sink is not None:
-            if inputs.sink.dim() not in (1, 3):
-                return None
-            inputs = _with_rows(inputs)
         known = _of_structure(inputs, key)
         if known is None:
             return None
         calls.put(key, known)
-    elif inputs.sink is not None:
-        inputs = _with_rows(inputs)
     if term is not None:
         made: tuple[Rule, int, int] | None = calls.get(("vector", key))
         if made is None:
@@ -106,13 +100,14 @@ def _settings(term: T5Bias | Alibi) -> tuple | None:
 
 def _of_structure(inputs: Inputs, key: tuple) -> Cached | None:
     """Return the entry of a call that differs from a cached one in its lengths only, or None. key: see `_key_of`."""
-    sink, arguments = key[18], key[20]
-    if inputs.sink is not None:  # the sink in rows; the key may have another form
-        (sink,) = layouts(inputs.sink)
-    structure = structure_of(key[1:6], key[6:11], key[11:16], key[16], key[17], sink)
+    views, tensors = _views_of(inputs), (key[1:6], key[6:11], key[11:16], *key[16:19])
+    if views is not None:
+        inputs = views.inputs(inputs)
+        tensors = layouts(*inputs[:6])
+    structure = structure_of(*tensors)
     if structure is None:
         return None
-    known: tuple[ScoreNumbers, Limits | None, Variants] | None = calls.get(("structure", structure.key, arguments))
+    known: tuple[ScoreNumbers, Limits | None, Variants] | None = calls.get(("structure", structure.key, key[20]))
     if known is None:
         return None
     terms, limits, variants = known
@@ -120,7 +115,7 @@ def _of_structure(inputs: Inputs, key: tuple) -> Cached | None:
         band = Band.aligned(*limits, structure.keys - structure.queries)
         terms = tuple.__new__(ScoreNumbers, (band.lo, band.hi, *terms[2:]))
     run = variants.resized(structure, terms, inputs)
-    return None if run is None else Cached(terms, run)
+    return None if run is None else Cached(terms, run, views)
 
 
 def cache_call(
@@ -141,11 +136,10 @@ def cache_call(
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
     if _is_cacheable(inputs, tiles):
         terms = ScoreNumbers.of(score, deterministic, backend, exact)
-        key, inputs = _key_of(inputs, tiles, arguments), _with_rows(inputs)
-        if score.dropout:
-            inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
-        calls.put(key, Cached(terms, forward_of(inputs, terms)))
-        if tiles is None and inputs.seed is None:
+        key, views = _key_of(inputs, tiles, arguments), _views_of(inputs)
+        inputs = inputs if views is None else views.inputs(inputs)
+        calls.put(key, Cached(terms, _forward_of(inputs, terms), views))
+        if tiles is None and not score.dropout:
             structure = structure_of(*layouts(*inputs[:6]))  # type: ignore[arg-type]
             variants = None if structure is None else forward_variants(structure, terms)
             if structure is not None and variants is not None:
@@ -163,11 +157,9 @@ def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: 
     M, N = inputs.q.shape[2], inputs.k.shape[2]
     if settings is None or parts is None or M + N < 2 or not _is_cacheable(inputs, tiles):
         return
-    key = _key_of(inputs, tiles, (*arguments, settings))
-    inputs = _with_rows(inputs)._replace(parts=parts)
-    if terms.dropout:
-        inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))  # for its layout
-    calls.put(key, Cached(terms, forward_of(inputs, terms)))
+    key, views = _key_of(inputs, tiles, (*arguments, settings)), _views_of(inputs)
+    inputs = (inputs if views is None else views.inputs(inputs))._replace(parts=parts)
+    calls.put(key, Cached(terms, _forward_of(inputs, terms), views))
     calls.put(("vector", key), (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
@@ -175,19 +167,40 @@ def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple, repeate
     """Cache a successful call with more leading dimensions. ``flattened`` are the views passed to the cached call.
 
     repeated: the numbers of a call whose mask repeats along the batch; there is no cached call with these views."""
-    known: Cached | None = None
-    if _is_cacheable(inputs, None) and inputs.sink is None:
+    if _is_cacheable(inputs, None):
+        views, known = _views_of(flattened), None
         if repeated is not None:
-            known = None if repeated.dropout else Cached(repeated, forward_of(flattened, repeated))
+            known = Cached(repeated, _forward_of(flattened if views is None else views.inputs(flattened), repeated))
         elif _is_cacheable(flattened, None):
             known = calls.get(_key_of(flattened, None, arguments))
-        if known is not None and not known.terms.dropout:
-            calls.put(_key_of(inputs, None, arguments), known._replace(views=_views(inputs, flattened)))
+        if known is not None:
+            views = _views(inputs, flattened, views, tuple(inputs.q.shape[:-3]))
+            calls.put(_key_of(inputs, None, arguments), known._replace(views=views))
 
 
-def _views(inputs: Inputs, flattened: Inputs) -> FlattenedViews:
-    shapes = tuple([() if x is None else tuple(x.shape) for x in flattened[:6]])
-    return FlattenedViews(tuple(inputs.q.shape[:-3]), shapes)
+def _views_of(inputs: Inputs) -> ShapedViews | None:
+    """Return views of bias, mask and sink with all dimensions that the operator takes; None if they have these."""
+    bias, mask, sink = inputs[3:6]
+    if (bias is None or bias.dim() >= 4) and (mask is None or mask.dim() >= 4) and (sink is None or sink.dim() != 1):
+        return None
+    shapes = [None if x is None or x.dim() >= 4 else ((1,) * (4 - x.dim()) + tuple(x.shape)) for x in (bias, mask)]
+    rows = None if sink is None or sink.dim() != 1 else (1, sink.shape[0], 1)
+    return ShapedViews((), (None, None, None, *shapes, rows))
+
+
+def _views(given: Inputs, flattened: Inputs, views: ShapedViews | None, lead: tuple[int, ...]) -> ShapedViews:
+    """Return views of ``given`` that equal ``views`` of ``flattened``."""
+    more = (None,) * 6 if views is None else views.shapes
+    shapes = [y if x is None or y is not None else tuple(x.shape) for x, y in zip(flattened[:6], more, strict=True)]
+    pairs = zip(given[:6], shapes, strict=True)
+    return ShapedViews(lead, tuple([None if x is None or x.shape == shape else shape for x, shape in pairs]))
+
+
+def _forward_of(inputs: Inputs, terms: ScoreNumbers) -> Forward:
+    """Return `forward_of` with a seed, whose numbers do not matter, if the call has dropout."""
+    if terms.dropout:
+        inputs = inputs._replace(seed=seed_tensor((0, 0), inputs.q.device))
+    return forward_of(inputs, terms)
 
 
 def entry_point_key(name: str, inputs: Inputs, scale: float | None) -> tuple | None:
@@ -209,30 +222,26 @@ def cached_entry_point_call(key: tuple, inputs: Inputs) -> Tensor | None:
     return None if known is None else eager_attention(inputs, *known, False)[0]
 
 
-def cache_entry_point_call(key: tuple, inputs: Inputs) -> None:
-    """Cache a call of ``attention(q, k, v, bias=, mask=, scale=)`` that succeeded; ``inputs`` are its tensors."""
+def cache_entry_point_call(key: tuple, given: Inputs, inputs: Inputs) -> None:
+    """Cache a call of ``attention(q, k, v, bias=, mask=, scale=)`` that succeeded; ``inputs`` are its tensors, views of
+    those ``given``."""
     if _is_cacheable(inputs, None):
         known: Cached | None = calls.get(_key_of(inputs, None, key[2]))
         if known is not None:
-            calls.put(key, known if known.views is not None else known._replace(views=_views(inputs, inputs)))
-
-
-def _with_rows(inputs: Inputs) -> Inputs:
-    """Return ``inputs`` of a checked call with a sink per head reshaped as by `sink_of_rows`."""
-    sink = inputs.sink
-    return inputs if sink is None or sink.dim() == 3 else inputs._replace(sink=sink[None, :, None])
+            views: Any = known.views
+            calls.put(key, known._replace(views=_views(given, inputs, views, () if views is None else views.lead)))
 
 
 def _is_cacheable(inputs: Inputs, tiles: TileMask | None) -> bool:
-    """True if a call with these inputs can be cached: eager, strided tensors, operands with all dimensions."""
+    """True if a call with these inputs can be cached: eager, strided tensors."""
     q, k, v, bias, mask, sink, *_ = inputs
     return (
         q is not None and k is not None and v is not None
         and is_eager(inputs[:6] if tiles is None else (*inputs[:6], *tiles.tensors))
         and (tiles is None or tiles.kept is None)  # selected keys: the gather is chosen while the call is read
         and q.layout is k.layout is v.layout is _STRIDED
-        and (bias is None or (bias.dim() == q.dim() and bias.layout is _STRIDED))
-        and (mask is None or (mask.dim() == q.dim() and mask.layout is _STRIDED))
+        and (bias is None or bias.layout is _STRIDED)
+        and (mask is None or mask.layout is _STRIDED)
         and (sink is None or sink.layout is _STRIDED)
     )  # fmt: skip
 

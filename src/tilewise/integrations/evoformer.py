@@ -218,7 +218,7 @@ def attention_pair_bias(
         mask = _mask_of_keys(mask, lead)
     o = attention(q, k, v, bias=bias, mask=mask, scale=scale)
     if key is not None:
-        cache_entry_point_call(key, Inputs(q, k, v, bias, mask))
+        cache_entry_point_call(key, given, Inputs(q, k, v, bias, mask))
     return o
 
 

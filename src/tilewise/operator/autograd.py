@@ -172,26 +172,39 @@ announce("attention", "attention_backward")
 # --- eager calls ---
 
 
-class FlattenedViews(NamedTuple):
-    """Views of a call with more leading dimensions ``lead`` than a batch. ``shapes``: of the first six inputs."""
+class ShapedViews(NamedTuple):
+    """Views of the first six inputs in the ``shapes`` that the operator takes, where they have others; None: as given.
+
+    ``lead``: leading dimensions of a call with more of them than a batch, else empty.
+    """
 
     lead: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
 
     def inputs(self, given: Inputs) -> Inputs:
-        pairs = zip(given[:6], self.shapes, strict=True)
-        return Inputs(*[x if x is None or x.shape == shape else x.view(shape) for x, shape in pairs])  # type: ignore[arg-type]
+        q, k, v, bias, mask, sink, *more = given
+        pairs = zip((q, k, v, bias, mask, sink), self.shapes, strict=True)
+        return Inputs(*[x if x is None or shape is None else x.view(shape) for x, shape in pairs], *more)  # type: ignore[arg-type]
 
     def outputs(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if not self.lead:
+            return o, lse
         return o.view(*self.lead, *o.shape[1:]), None if lse is None else lse.view(*self.lead, *lse.shape[1:])
 
     def cotangents(self, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        batch, n = self.shapes[0][0], len(self.lead)
+        if not self.lead:
+            return do, dlse
+        (batch, *_), n = self.shapes[0], len(self.lead)  # type: ignore[misc]
         return tuple([None if x is None else x.reshape(batch, *x.shape[n:]) for x in (do, dlse)])  # type: ignore[return-value]
 
     def gradients(self, grads: Sequence[Tensor | None], given: Inputs) -> list[Tensor | None]:
-        pairs = zip(grads, given[:4], strict=True)
-        return [None if grad is None or x is None else grad.view(x.shape) for grad, x in pairs]
+        """Return the gradients in the order of `Needs`, in the shapes of ``given``."""
+        found, shapes = list(grads), (*self.shapes[:4], self.shapes[5])
+        for n, (x, shape) in enumerate(zip((*given[:4], given.sink), shapes, strict=True)):
+            grad = grads[n]
+            if grad is not None and x is not None and shape is not None:
+                found[n] = grad.view(x.shape)
+        return found
 
 
 class PackedViews(NamedTuple):
@@ -213,10 +226,10 @@ class PackedViews(NamedTuple):
     def gradients(self, grads: Sequence[Tensor | None], given: Inputs) -> list[Tensor | None]:
         dq, dk, dv, dbias, *_ = grads
         rows = [None if x is None else x.squeeze(0).transpose(0, 1) for x in (dq, dk, dv)]
-        return [*rows, None if dbias is None or given.bias is None else dbias.view(given.bias.shape)]
+        return [*rows, None if dbias is None or given.bias is None else dbias.view(given.bias.shape), *grads[4:]]
 
 
-Views = FlattenedViews | PackedViews
+Views = ShapedViews | PackedViews
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -248,11 +261,11 @@ class _EagerAttention(torch.autograd.Function):
             grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*needs))
             return *grads[: len(needs)], None
         *given, o, lse, o_low = saved
-        inputs = Inputs.of(given)
+        inputs = Inputs.of(given) if len(given) > 6 else Inputs(*given)
         saved = (*views.inputs(inputs).tensors(), o, lse, o_low)
         do, dlse = views.cotangents(do, dlse)
         grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*needs))
-        return *views.gradients(grads[:4], inputs), None, None  # no sink
+        return *views.gradients(grads, inputs)[: len(needs)], None
 
     jvp = staticmethod(ATTENTION.refuse_tangents)
 
@@ -290,7 +303,7 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return `attention_op` of inputs that pass `is_eager`, computed by ``run`` from `forward_of`.
 
-    With ``views``, ``run`` takes views of the inputs, which have neither a sink nor bias components.
+    With ``views``, ``run`` takes views of the inputs.
     """
     if profiler._is_profiler_enabled:
         run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
