@@ -143,9 +143,12 @@ def scaled_dot_product_attention(
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
     score = Score.of(band, query.shape[-1], dropout_p=dropout_p, scale=scale)
     read = score, torch.are_deterministic_algorithms_enabled(), "auto"
-    o, _ = attention_op(with_seed(inputs, score), *read, return_lse=False, exact=True)
     if given is not None and arguments is not None and fold.as_query and _same(inputs, given):
         cache_call(given, arguments, *read, exact=True)
+        found = cached_call(given, arguments, return_lse=False)
+        if found is not None:
+            return found[0]
+    o, _ = attention_op(with_seed(inputs, score), *read, return_lse=False, exact=True)
     return fold.unfold(o)
 
 

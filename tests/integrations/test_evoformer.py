@@ -293,7 +293,8 @@ def test_pair_bias_of_a_call_like_an_earlier_one(lead, masked, monkeypatch):
     bias = (slice(None), None) if len(lead) == 2 else ()
     theirs = value_and_gradients(lambda q, k, v, b: formula(q, k, v, b[bias], whole), others)
     with monkeypatch.context() as patched:
-        patched.setattr(evoformer, "attention", None)
+        patched.setattr(tilewise.api, "read_call", None)
+        patched.setattr(tilewise.api, "attention_of_leading", None)
         check(value_and_gradients(lambda *x: attention_pair_bias(*x, mask), others), theirs)
         with torch.no_grad():
             check([attention_pair_bias(*others, mask)], theirs[:1])

@@ -13,12 +13,14 @@ import memory_helpers
 import pytest
 import torch
 from helpers import cached, empty_cache
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
 from tilewise import attention
 from tilewise.bias import t5_bias
 from tilewise.cache import CallCache, calls, prepared_once
+from tilewise.integrations.evoformer import attention_pair_bias, triangle_attention
 
 ELSEWHERE = (type, types.ModuleType, types.FrameType, types.CodeType)  # not what a cached object holds
 
@@ -203,6 +205,55 @@ def test_calls_with_other_numbers_are_other_calls(numbers):
     hits = info.hits
     attention(q, k, v, **numbers)
     assert tilewise.cache_info()["calls"] == info._replace(hits=hits + 1)
+
+
+def packed(q, k, v, **options):
+    rows = (x[0].transpose(0, 1) for x in (q, k, v))
+    return tilewise.varlen_attention(*rows, ENDS, ENDS, 5, 5, **options)
+
+
+def leading(q, k, v, **options):
+    return attention(*(x.expand(2, 3, *x.shape[1:]) for x in (q, k, v)), **options)
+
+
+PAIR, SEEN = torch.randn(1, 2, 9, 9), torch.ones(9, 9, dtype=torch.bool)
+CHECKPOINTED = {
+    **CALLS,
+    "bias of heads": lambda q, k, v: attention(q, k, v, bias=PAIR[0], sink=PAIR[0, :, 0, 0]),
+    "t5 and mask": lambda q, k, v: attention(q, k, v, bias=t5_bias(torch.ones(8, 2), True), mask=SEEN),
+    "two terms": lambda q, k, v: attention(q, k, v, bias=(PAIR, PAIR[:, :, :1])),
+    "dropout": lambda q, k, v: attention(q, k, v, dropout_p=0.5),
+    "sdpa with a mask": lambda q, k, v: tilewise.scaled_dot_product_attention(q, k, v, SEEN),
+    "leading with a bias": lambda q, k, v: leading(q, k, v, bias=PAIR),
+    "leading with a repeated mask": lambda q, k, v: leading(q, k, v, mask=SEEN.expand(1, 3, 1, 9, 9)),
+    "leading in two calls": lambda q, k, v: leading(q, k, v, bias=PAIR.expand(2, 1, 2, 9, 9)),
+    "packed with a sink": lambda q, k, v: packed(q, k, v, bias=PAIR[:, :, :5, :5], sink=PAIR[0, :, 0, 0]),
+    "packed with dropout": lambda q, k, v: packed(q, k, v, dropout_p=0.5),
+    "varlen_attn": lambda q, k, v: tilewise.varlen_attn(
+        *(x[0].transpose(0, 1) for x in (q, k, v)), ENDS, ENDS, 5, 5, window_size=(2, 0)
+    ),
+    "pair bias": lambda q, k, v: attention_pair_bias(
+        *(x[:, None].expand(1, 3, *x.shape[1:]) for x in (q, k, v)), PAIR, SEEN[:1]
+    ),
+    "triangle": lambda q, k, v: triangle_attention(
+        *(x[:, None].expand(1, 9, *x.shape[1:]) for x in (q, k, v)), PAIR[:, None], SEEN[None, :, None, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_first_call_can_be_checkpointed(name):
+    """PyTorch compares the tensors that a call saves for its backward with those of the call that recomputes it."""
+    leaves = [torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3)]
+
+    def gradients(function):
+        torch.manual_seed(1)
+        return torch.autograd.grad(function().square().sum(), leaves)
+
+    tilewise.clear_caches()
+    found = gradients(lambda: checkpoint(CHECKPOINTED[name], *leaves, use_reentrant=False))
+    for x, y in zip(found, gradients(lambda: CHECKPOINTED[name](*leaves)), strict=True):
+        assert torch.equal(x, y)
 
 
 # Shapes of bias, mask and sink with fewer dimensions than q.

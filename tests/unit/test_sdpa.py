@@ -13,6 +13,7 @@ from helpers import empty_cache
 import tilewise.frontend.arguments
 import tilewise.scaled_dot_product
 from tilewise import scaled_dot_product_attention
+from tilewise.frontend import call_cache
 
 L, S, E, EV = 5, 7, 4, 3
 
@@ -268,13 +269,18 @@ def test_no_queries_or_no_keys(L, S):
 def flattened(monkeypatch):
     """The inputs that reach the operator."""
     seen = []
-    run = tilewise.scaled_dot_product.attention_op
+    uncached, cached = tilewise.scaled_dot_product.attention_op, call_cache.eager_attention
 
     def spy(inputs, *rest, **options):
         seen.append(inputs)
-        return run(inputs, *rest, **options)
+        return uncached(inputs, *rest, **options)
+
+    def spy_of_cached(inputs, terms, run, views, return_lse):
+        seen.append(inputs if views is None else views.inputs(inputs))
+        return cached(inputs, terms, run, views, return_lse)
 
     monkeypatch.setattr(tilewise.scaled_dot_product, "attention_op", spy)
+    monkeypatch.setattr(call_cache, "eager_attention", spy_of_cached)
     empty_cache(monkeypatch)  # or a call like an earlier one is not read
     return seen
 

@@ -27,7 +27,7 @@ from tilewise.explanation.work import (
 from tilewise.frontend.arguments import Bias, Call, Mask, Seed, read_call
 from tilewise.frontend.jagged import are_jagged, packed_of
 from tilewise.frontend.keywords import named_only, unexpected
-from tilewise.frontend.leading import read_repeated, split_leading
+from tilewise.frontend.leading import read_flattened, split_leading
 from tilewise.frontend.varlen import read_packed
 from tilewise.masks.block_sparse import TileMask
 from tilewise.planner import make_plan
@@ -115,7 +115,7 @@ def explain(
             split = split_leading(q, k, v, bias=bias, mask=mask, sink=sink, ordered=dropout_p != 0)
             calls, one = split.way.calls, split.calls[0]
             given = one._asdict() | options
-            call = read_repeated(one, options) if split.repeats else read_call(**given)
+            call = read_flattened(one, True, options) if split.repeats else read_call(**given)
         else:
             call = read_call(q, k, v, bias=bias, mask=mask, sink=sink, **options)  # type: ignore[arg-type]
     problem, name = _problem_of(call, device)

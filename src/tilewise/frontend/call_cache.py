@@ -9,12 +9,11 @@ from torch import Tensor
 
 from tilewise.backends import Inputs, address
 from tilewise.bias.autograd import Rule, is_node, vector_of
-from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import shift_of
 from tilewise.bias.toeplitz import Alibi, T5Bias
 from tilewise.cache import calls
-from tilewise.frontend.arguments import padded_mask, seed_tensor
-from tilewise.frontend.autocast import autocast_on, autocast_somewhere
+from tilewise.frontend.arguments import seed_tensor
+from tilewise.frontend.autocast import autocast_on
 from tilewise.masks.block_sparse import TileMask
 from tilewise.operator.autograd import PackedViews, ShapedViews, Views, eager_attention
 from tilewise.operator.dispatch import Forward, forward_of, forward_variants
@@ -23,7 +22,6 @@ from tilewise.operator.seed import drawn_seed
 from tilewise.operator.structure import Variants, layouts, structure_of
 from tilewise.spec.bias_components import Parts
 from tilewise.spec.score import Band, Score, ScoreNumbers, Window
-from tilewise.spec.seqlens import Lengths
 
 _STRIDED = torch.strided
 
@@ -36,6 +34,9 @@ class Cached(NamedTuple):
     terms: ScoreNumbers
     run: Forward
     views: Views | None = None
+
+
+SETTINGS = ("causal", "window", "scale", "softcap", "dropout_p", "deterministic", "backend")
 
 
 def settings_key(
@@ -68,7 +69,7 @@ def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> tuple[Ten
         inputs, arguments = inputs._replace(bias=None), (*arguments, settings)
     else:
         term = None
-    if not _is_cacheable(inputs, tiles):
+    if not is_cacheable(inputs, tiles):
         return None
     key = _key_of(inputs, tiles, arguments)
     known: Cached | None = calls.get(key)
@@ -122,7 +123,7 @@ def cache_call(
     inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
     limits: Limits | None = None, parts: Parts | None = None,
 ) -> None:  # fmt: skip
-    """Cache a call that succeeded, with the result of reading it; see `cached_call`.
+    """Cache a call that was read, if it can be: `cached_call` finds it.
 
     limits: causal and window, if they make the band depend on the lengths, aligned bottom-right. parts: the bias
     components of a bias term.
@@ -134,7 +135,7 @@ def cache_call(
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
-    if _is_cacheable(inputs, tiles):
+    if is_cacheable(inputs, tiles):
         terms = ScoreNumbers.of(score, deterministic, backend, exact)
         key, views = _key_of(inputs, tiles, arguments), _views_of(inputs)
         inputs = inputs if views is None else views.inputs(inputs)
@@ -155,7 +156,7 @@ def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: 
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
     M, N = inputs.q.shape[2], inputs.k.shape[2]
-    if settings is None or parts is None or M + N < 2 or not _is_cacheable(inputs, tiles):
+    if settings is None or parts is None or M + N < 2 or not is_cacheable(inputs, tiles):
         return
     key, views = _key_of(inputs, tiles, (*arguments, settings)), _views_of(inputs)
     inputs = (inputs if views is None else views.inputs(inputs))._replace(parts=parts)
@@ -163,19 +164,12 @@ def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: 
     calls.put(("vector", key), (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
-def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple, repeated: ScoreNumbers | None = None) -> None:
-    """Cache a successful call with more leading dimensions. ``flattened`` are the views passed to the cached call.
-
-    repeated: the numbers of a call whose mask repeats along the batch; there is no cached call with these views."""
-    if _is_cacheable(inputs, None):
-        views, known = _views_of(flattened), None
-        if repeated is not None:
-            known = Cached(repeated, _forward_of(flattened if views is None else views.inputs(flattened), repeated))
-        elif _is_cacheable(flattened, None):
-            known = calls.get(_key_of(flattened, None, arguments))
-        if known is not None:
-            views = _views(inputs, flattened, views, tuple(inputs.q.shape[:-3]))
-            calls.put(_key_of(inputs, None, arguments), known._replace(views=views))
+def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple, terms: ScoreNumbers) -> None:
+    """Cache a call with more leading dimensions that `is_cacheable`; ``flattened`` are views with a batch."""
+    views = _views_of(flattened)
+    run = _forward_of(flattened if views is None else views.inputs(flattened), terms)
+    views = _views(inputs, flattened, views, tuple(inputs.q.shape[:-3]))
+    calls.put(_key_of(inputs, None, arguments), Cached(terms, run, views))
 
 
 def _views_of(inputs: Inputs) -> ShapedViews | None:
@@ -203,36 +197,7 @@ def _forward_of(inputs: Inputs, terms: ScoreNumbers) -> Forward:
     return forward_of(inputs, terms)
 
 
-def entry_point_key(name: str, inputs: Inputs, scale: float | None) -> tuple | None:
-    """Return the cache key of a function that calls ``attention`` with reshaped bias and mask, and a scale. None if the
-    call cannot be cached."""
-    q, k, v, bias, mask = inputs[:5]
-    if q is None or k is None or v is None or autocast_somewhere() or not is_eager(inputs[:5]):
-        return None
-    for x in (q, k, v, bias, mask):
-        if x is not None and (x.layout is not _STRIDED or x.is_nested):
-            return None
-    settings = settings_key(scale=scale)
-    return None if settings is None else (name, layouts(*inputs[:5]), settings)
-
-
-def cached_entry_point_call(key: tuple, inputs: Inputs) -> Tensor | None:
-    """Return o on a hit of a call stored by `cache_entry_point_call`, else None."""
-    known: Cached | None = calls.get(key)
-    return None if known is None else eager_attention(inputs, *known, False)[0]
-
-
-def cache_entry_point_call(key: tuple, given: Inputs, inputs: Inputs) -> None:
-    """Cache a call of ``attention(q, k, v, bias=, mask=, scale=)`` that succeeded; ``inputs`` are its tensors, views of
-    those ``given``."""
-    if _is_cacheable(inputs, None):
-        known: Cached | None = calls.get(_key_of(inputs, None, key[2]))
-        if known is not None:
-            views: Any = known.views
-            calls.put(key, known._replace(views=_views(given, inputs, views, () if views is None else views.lead)))
-
-
-def _is_cacheable(inputs: Inputs, tiles: TileMask | None) -> bool:
+def is_cacheable(inputs: Inputs, tiles: TileMask | None = None) -> bool:
     """True if a call with these inputs can be cached: eager, strided tensors."""
     q, k, v, bias, mask, sink, *_ = inputs
     return (
@@ -264,46 +229,34 @@ def _key_of(inputs: Inputs, tiles: TileMask | None, arguments: tuple) -> tuple:
     )  # fmt: skip
 
 
-class PackedKey(NamedTuple):
-    """Key of a packed batch in the cache, with the caller's tensors. A `RaggedBias` is replaced by its values."""
+# --- packed batches ---
 
-    inputs: Inputs
-    key: tuple
 
-    @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, longest: tuple[int, int], exact: bool,
-        options: dict[str, Any],
-    ) -> PackedKey | None:  # fmt: skip
-        """Return the key; None for calls with other bias terms, a sink, dropout or ``validate``."""
-        bias, mask = options.get("bias"), options.get("mask")
-        if type(bias) is RaggedBias:
-            lengths = lengths._replace(pairs=bias.offsets)
-            bias = bias.values
-        tensors = (q, k, v, bias, mask, *lengths)
-        if (
-            options.get("validate") or options.get("dropout_p") or options.get("sink") is not None
-            or type(options.get("window")) is list or q is None or not is_eager(tensors) or autocast_on(q)
-        ):  # fmt: skip
-            return None
-        settings = tuple([(name, type(x), x) for name, x in options.items() if name not in ("bias", "mask")])
-        ordered = torch.are_deterministic_algorithms_enabled()
-        key = "packed", layouts(*tensors), longest, *map(type, longest), exact, ordered, settings
-        return cls(Inputs(q, k, v, bias, mask, lengths=lengths), key)
+def packed_key(inputs: Inputs, longest: tuple[int, int], exact: bool, settings: tuple | None) -> tuple | None:
+    """Return the key of a packed batch with the caller's tensors, or None if it is not cached.
 
-    def cached_result(self, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-        """Return ``(o, lse)`` in the caller's shapes on a cache hit, else None."""
-        try:
-            known: Cached | None = calls.get(self.key)
-        except TypeError:  # an unhashable setting is not allowed: `read_packed` raises the error
-            return None
-        if known is None:
-            return None
-        inputs = self.inputs if self.inputs.mask is None else self.inputs._replace(mask=padded_mask(self.inputs.mask))
-        return eager_attention(inputs, *known, return_lse)
+    longest: max_seqlen_q and max_seqlen_k. settings: from `settings_key`.
+    """
+    q, tensors = inputs.q, inputs.flat()
+    if settings is None or q is None or not is_eager(tensors) or autocast_on(q):
+        return None
+    if not type(longest[0]) is type(longest[1]) is int:
+        return None
+    return "packed", layouts(*tensors), longest, exact, settings
 
-    def keep(self, inputs: Inputs, terms: ScoreNumbers) -> None:
-        """Cache a call that succeeded; ``inputs`` is the result of reading it."""
-        if inputs.parts is None:
-            views = PackedViews(None if inputs.bias is None else tuple(inputs.bias.shape))
-            calls.put(self.key, Cached(terms, forward_of(inputs, terms), views))
+
+def cached_packed_call(key: tuple, inputs: Inputs, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
+    """Return ``(o, lse)`` in the caller's shapes on a cache hit, else None."""
+    known: Cached | None = calls.get(key)
+    if known is None:
+        return None
+    if known.terms.dropout:
+        inputs = inputs._replace(seed=drawn_seed(inputs.q))
+    return eager_attention(inputs, *known, return_lse)
+
+
+def cache_packed_call(key: tuple, read: Inputs, terms: ScoreNumbers) -> None:
+    """Cache a call that was read, as ``read``; `cached_packed_call` finds it."""
+    if read.parts is None:
+        bias, mask, sink = [None if x is None else tuple(x.shape) for x in read[3:6]]
+        calls.put(key, Cached(terms, _forward_of(read, terms), PackedViews(bias, mask, sink)))

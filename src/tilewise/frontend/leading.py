@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.backends import Inputs
 from tilewise.bias.terms import Term
 from tilewise.frontend.arguments import Bias, Call, Mask, Seed, check_inputs, read_call, with_seed
-from tilewise.frontend.call_cache import cache_flattened
+from tilewise.frontend.call_cache import cache_flattened, cached_call, is_cacheable
 from tilewise.masks.block_sparse import tile_mask_of
 from tilewise.operator.autograd import attention_op
 from tilewise.spec.checks import check_broadcast, check_sink
@@ -43,20 +43,25 @@ def attention_of_leading(
             "draws one of its own"
         )
     options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
-    found, numbers = [], None
+    if repeats:
+        check_inputs(q, k, v, bias, mask, sink)
+    whole = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
+    if arguments is not None and way.in_order and _are_tensors(bias, mask) and is_cacheable(whole):
+        (flattened,) = split.calls
+        call = read_flattened(flattened, repeats, options)
+        cache_flattened(whole, Inputs(*flattened), arguments, ScoreNumbers.of(*call[1:]))  # type: ignore[arg-type]
+        cached = cached_call(whole, arguments, return_lse)
+        if cached is not None:
+            return cached if return_lse else cached[0]
+    found: list[Any] = []
     for inputs in split.calls:
-        if not repeats:
+        if repeats:
+            call = read_flattened(inputs, repeats, options)
+            o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
+            found.append((o, lse) if return_lse else o)
+        else:
             own = inputs._asdict()
             found.append(attend(*[own.pop(x) for x in "qkv"], **own, return_lse=return_lse, **options))
-        else:
-            check_inputs(q, k, v, bias, mask, sink)
-            results, numbers = _attention_of_repeated(inputs, return_lse, options)
-            found.append(results)
-    if arguments is not None and way.in_order and _are_tensors(bias, mask):
-        whole: Any = (q, k, v, bias, mask, sink)
-        (inputs,) = split.calls
-        flattened: Any = inputs
-        cache_flattened(Inputs(*whole), Inputs(*flattened), arguments, numbers)
     if not return_lse:
         return way.together(found)
     return way.together([o for o, _ in found]), way.together([lse for _, lse in found])
@@ -106,21 +111,14 @@ def split_leading(
     return LeadingSplit(way, calls, repeated is not None)
 
 
-def read_repeated(inputs: LeadingCall, options: dict[str, Any]) -> Call:
-    """Return `read_call` with a mask that repeats along the batch."""
+def read_flattened(inputs: LeadingCall, repeats: bool, options: dict[str, Any]) -> Call:
+    """Return `read_call` of one of the calls. repeats: its mask repeats along the batch."""
     q, k, v, bias, mask, sink = inputs
+    if not repeats:
+        return read_call(q, k, v, bias=bias, mask=mask, sink=sink, **options)
     call = read_call(q, k, v, bias=bias, mask=None, sink=sink, **options)
     assert isinstance(mask, Tensor)
     return call._replace(inputs=call.inputs._replace(mask=mask))
-
-
-def _attention_of_repeated(
-    inputs: LeadingCall, return_lse: bool, options: dict[str, Any]
-) -> tuple[Any, ScoreNumbers]:  # fmt: skip
-    """Return `tilewise.attention` with a mask that repeats along the batch, and the numbers of the call."""
-    call = read_repeated(inputs, options)
-    o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
-    return (o, lse) if return_lse else o, ScoreNumbers.of(*call[1:])
 
 
 class _Way(NamedTuple):
@@ -137,8 +135,8 @@ class _Way(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """True if one call suffices, with the leading dimensions merged in row-major order."""
-        return not self.split and self.merged == tuple(range(len(self.merged)))
+        """True if one call suffices, with the leading dimensions merged in row-major order, by views."""
+        return not self.split and 0 not in self.lead and self.merged == tuple(range(len(self.merged)))
 
     def repeated(self, mask: Tensor) -> Tensor | None:
         """Return a view (1, n, ...) of a mask that is shared along the first merged dimensions and full along the

@@ -24,7 +24,7 @@ from tilewise.frontend.arguments import (
     with_slots,
 )
 from tilewise.frontend.autocast import autocast
-from tilewise.frontend.call_cache import PackedKey
+from tilewise.frontend.call_cache import SETTINGS, cache_packed_call, cached_packed_call, packed_key, settings_key
 from tilewise.masks.block_sparse import TileMask, is_block_mask
 from tilewise.operator.autograd import attention_op, heads_first
 from tilewise.planner import check_backend
@@ -52,15 +52,24 @@ def packed_attention(
     check_flag("return_lse", return_lse)
     if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # the CPU checks max_seqlen exactly
         longest = shared_longest(longest, **options)
-    key = PackedKey.of(q, k, v, lengths, longest, exact, options)
-    found = None if key is None else key.cached_result(return_lse)
+    key, given = None, Inputs(q, k, v, options.get("bias"), options.get("mask"), options.get("sink"), lengths=lengths)
+    if type(given.bias) is RaggedBias:
+        pairs = given.bias.offsets
+        given = given._replace(bias=given.bias.values, lengths=lengths._replace(pairs=pairs))
+    if not options.get("validate") and options.get("dropout_seed") is None:
+        settings = settings_key(**{name: options[name] for name in SETTINGS if name in options})
+        key = packed_key(given, longest, exact, settings)
+    found = None if key is None else cached_packed_call(key, given, return_lse)
     if found is not None:
         return found if return_lse else found[0]  # type: ignore[return-value]
     call = read_packed(q, k, v, lengths, longest, **options)
+    if key is not None:
+        cache_packed_call(key, call.inputs, ScoreNumbers.of(*call[1:], exact))
+        found = cached_packed_call(key, given, return_lse)
+        if found is not None:
+            return found if return_lse else found[0]  # type: ignore[return-value]
     inputs = with_seed(call.inputs, call.score)
     o, lse = attention_op(inputs, *call[1:], return_lse=return_lse, exact=exact)
-    if key is not None:
-        key.keep(inputs, ScoreNumbers.of(*call[1:], exact))
     o = o.squeeze(0).transpose(0, 1)  # an index would copy the cotangent
     if not return_lse:
         return o

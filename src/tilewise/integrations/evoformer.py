@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewise import attention
-from tilewise.backends import Inputs
 from tilewise.cache import calls
 from tilewise.frontend.autocast import autocast, autocast_somewhere
-from tilewise.frontend.call_cache import cache_entry_point_call, cached_entry_point_call, entry_point_key
 from tilewise.operator.eager import is_eager
 from tilewise.operator.tools import exports_onnx
 from tilewise.planner import check_backend
@@ -197,11 +195,6 @@ def attention_pair_bias(
     Source: AlphaFold 3 (Abramson et al., Nature 2024), supplement, Algorithm 24; for the computation
     `tilewise.attention`.
     """
-    given = Inputs(q, k, v, pair_bias, mask)
-    key = entry_point_key("attention_pair_bias", given, scale)
-    found = None if key is None else cached_entry_point_call(key, given)
-    if found is not None:
-        return found
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check(name, x, (4, 5), "(B, samples, heads, length, head_dim) or (B, heads, length, head_dim)")
     check_tensor("pair_bias", pair_bias)
@@ -216,10 +209,7 @@ def attention_pair_bias(
         raise ValueError(f"pair_bias: shape {tuple(pair_bias.shape)} does not broadcast to {lead}")
     if mask is not None:
         mask = _mask_of_keys(mask, lead)
-    o = attention(q, k, v, bias=bias, mask=mask, scale=scale)
-    if key is not None:
-        cache_entry_point_call(key, given, Inputs(q, k, v, bias, mask))
-    return o
+    return attention(q, k, v, bias=bias, mask=mask, scale=scale)
 
 
 def _mask_of_keys(mask: Tensor, full: tuple[int, ...]) -> Tensor:

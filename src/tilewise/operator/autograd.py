@@ -208,14 +208,16 @@ class ShapedViews(NamedTuple):
 
 
 class PackedViews(NamedTuple):
-    """Views of a packed batch, (total, H, D) as (1, H, total, D), and of a bias as ``bias``."""
+    """Views of a packed batch, (total, H, D) as (1, H, total, D), and of bias, mask and sink in these shapes."""
 
     bias: tuple[int, ...] | None
+    mask: tuple[int, ...] | None
+    sink: tuple[int, ...] | None
 
     def inputs(self, given: Inputs) -> Inputs:
-        q, k, v, bias, *others = given
-        bias = None if bias is None or self.bias is None else bias.view(self.bias)
-        return Inputs(heads_first(q), heads_first(k), heads_first(v), bias, *others)  # type: ignore[arg-type]
+        q, k, v, bias, mask, sink, *more = given
+        views = [None if x is None else x.view(shape) for x, shape in zip((bias, mask, sink), self, strict=True)]  # type: ignore[arg-type]
+        return Inputs(heads_first(q), heads_first(k), heads_first(v), *views, *more)  # type: ignore[arg-type]
 
     def outputs(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return o.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)  # an index copies the cotangent
@@ -224,9 +226,9 @@ class PackedViews(NamedTuple):
         return None if do is None else heads_first(do), None if dlse is None else dlse.unsqueeze(0)
 
     def gradients(self, grads: Sequence[Tensor | None], given: Inputs) -> list[Tensor | None]:
-        dq, dk, dv, dbias, *_ = grads
-        rows = [None if x is None else x.squeeze(0).transpose(0, 1) for x in (dq, dk, dv)]
-        return [*rows, None if dbias is None or given.bias is None else dbias.view(given.bias.shape), *grads[4:]]
+        rows = [None if x is None else x.squeeze(0).transpose(0, 1) for x in grads[:3]]
+        pairs = zip(grads[3:5], (given.bias, given.sink), strict=True)
+        return [*rows, *[None if grad is None or x is None else grad.view(x.shape) for grad, x in pairs], *grads[5:]]
 
 
 Views = ShapedViews | PackedViews
