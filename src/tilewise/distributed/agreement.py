@@ -23,7 +23,7 @@ _agreed: WeakKeyDictionary[Any, CallCache[str]] = WeakKeyDictionary()
 
 def agreed(ranks: Ranks, description: Description) -> str | None:
     """Return the method of such calls if this rank has made one with these ranks before, else None."""
-    known = _agreed.get(ranks.group)
+    known = _agreed.get(ranks.axes[0].group if ranks.axes else ranks.group)
     return None if known is None else known.get(description)
 
 
@@ -32,7 +32,16 @@ def agree(
     *, beside: Description = (),
 ) -> None:  # fmt: skip
     """Compare this rank's call with the other ranks' and remember its method; raise on all ranks if they differ.
-    ``failure``: this rank's error, raised on all ranks. ``beside``: compared, but not remembered."""
+    ``failure``: this rank's error, raised on all ranks, of a mesh of two axes first on those of its row. ``beside``:
+    compared, but not remembered."""
+    if ranks.axes:
+        across, inside = ranks.axes
+        try:
+            agree(inside, description, method, failure)
+        except tuple(_KINDS.values()) as error:
+            failure = error
+        agree(across, description, method, failure)
+        return
     mine = (*(description or ()), *beside) if failure is None else (type(failure).__name__, str(failure))
     everybody: list[Any] = [None] * ranks.size
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ from tilewise.distributed.layout import LoadBalancer, Ranks
 from tilewise.distributed.methods import METHODS, attend, of_heads
 from tilewise.distributed.operands import FUNCTION, CallOptions, ShardedCall, read
 from tilewise.distributed.plan import ContextParallelPlan, make_plan
-from tilewise.distributed.two_axes import MeshAxes
 from tilewise.frontend.arguments import Bias, Seed, Window
 from tilewise.frontend.keywords import named_only, unexpected
 from tilewise.operator.dispatch import describe
@@ -159,10 +158,9 @@ def attend_shards(
 
 def prepare(
     ranks: Ranks, qkv: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], options: CallOptions,
-    unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool, axes: MeshAxes | None = None,
+    unknown: dict[str, Any], *, method: str, validate: bool, return_lse: bool,
 ) -> tuple[str, ShardedCall, list[Tensor]]:  # fmt: skip
-    """Return the method that all ranks use, the call and its tensors; an error of one rank is raised on all.
-    ``axes``: those of a mesh with two axes, all of whose ranks are in ``ranks``."""
+    """Return the method that all ranks use, the call and its tensors; an error of one rank is raised on all."""
     failure: Exception | None = None
     description: Description | None = None
     chosen: str | None = None
@@ -173,20 +171,15 @@ def prepare(
         check_method(method)
         call, tensors = read(qkv, given["bias"], given["mask"], given["sink"], ranks, options, given["dropout_seed"])
         description = described(call, tensors, method, return_lse)
-        if axes is not None:
-            description = *description, ("mesh", (axes.across.size, axes.inside.size))
-        chosen = agreed(ranks, description) if axes is None else axes.agreed(description)
+        chosen = agreed(ranks, description)
         known = chosen is not None
         if not known or validate:
             _check_locally(call, tensors)
-            chosen = make_plan(call, tensors, method).method if axes is None else axes.method(method, call)
+            chosen = _of_two_axes(method, call) if ranks.axes else make_plan(call, tensors, method).method
     except (ValueError, TypeError, NotImplementedError) as error:
         failure, known = error, False
     if not known or validate:
-        if axes is None:
-            agree(ranks, description, chosen, failure)
-        else:
-            axes.agree(description, chosen, failure)
+        agree(ranks, description, chosen, failure)
     assert chosen is not None
     return chosen, call, tensors
 
@@ -225,7 +218,8 @@ def described(call: ShardedCall, tensors: list[Tensor], method: str, return_lse:
     terms = (("bias terms", tuple(repr(piece.term) for piece in call.pieces)),)
     options = tuple(call.options._asdict().items())
     rest = (
-        ("method", method), ("load_balancer", call.ranks.split.pieces), ("return_lse", return_lse),
+        ("mesh", tuple(x.size for x in call.ranks.axes)), ("method", method),
+        ("load_balancer", call.ranks.split.pieces), ("return_lse", return_lse),
         ("dropout_seed", (call.seed is None, call.drawn)), ("torch.is_grad_enabled()", torch.is_grad_enabled()),
     )  # fmt: skip
     return *layouts, *terms, *options, *rest
@@ -243,14 +237,26 @@ def attend_on_two_axes(
     options: CallOptions, unknown: dict[str, Any], **how: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``(o, lse)`` of this rank's rows on a mesh of two axes, see `two_axes`."""
-    axes = MeshAxes.of(mesh, load_balancer)
-    method, call, tensors = prepare(axes.all, qkv, given, options, unknown, axes=axes, **how)
-    inside = dataclasses.replace(call, ranks=axes.inside)
+    ranks = Ranks.of(mesh, load_balancer, 2)
+    method, call, tensors = prepare(ranks, qkv, given, options, unknown, **how)
+    across, inside = ranks.axes
     traded = []
     for x, slot in zip(tensors, call.slots, strict=True):
-        x = summed(x, axes.inside) if slot.replicated and x.requires_grad else x
-        traded.append(of_heads(inside, x, slot))
-    size = axes.inside.size
-    sizes = call.sizes._replace(H=call.sizes.H // size, Hkv=call.sizes.Hkv // size)
-    o, lse = attend(method, dataclasses.replace(call, ranks=axes.across, sizes=sizes), traded, True)
-    return to_rows(o, axes.inside, 1, 2), to_rows(lse, axes.inside, 1, 2)
+        x = summed(x, inside) if slot.replicated and x.requires_grad else x
+        traded.append(of_heads(replace(call, ranks=inside), x, slot))
+    sizes = call.sizes._replace(H=call.sizes.H // inside.size, Hkv=call.sizes.Hkv // inside.size)
+    o, lse = attend(method, replace(call, ranks=across, sizes=sizes), traded, True)
+    return to_rows(o, inside, 1, 2), to_rows(lse, inside, 1, 2)
+
+
+def _of_two_axes(method: str, call: ShardedCall) -> str:
+    """Return the method along the first axis; raise if the call is not supported."""
+    inside = call.ranks.axes[1]
+    for name, heads in (("query heads", call.sizes.H), ("key/value heads", call.sizes.Hkv)):
+        if heads % inside.size:
+            raise ValueError(f"mesh: the {heads} {name} do not divide by the {inside.size} of its second axis")
+    if method not in ("auto", "ring", "all_gather"):
+        raise ValueError(f"method: must be 'auto', 'ring' or 'all_gather' with a mesh of two axes, got {method!r}")
+    if call.options.dropout_p:
+        raise NotImplementedError("dropout_p: dropout is not taken with a mesh of two axes")
+    return "ring" if method == "auto" else method

@@ -1,4 +1,4 @@
-"""Collectives with a first derivative, and methods with a backward of their own: gathered head groups, and the ring.
+"""Collectives of one tensor, with a first derivative, and methods with a backward of their own.
 
 Gradients of 16 bits are summed over ranks in float32.
 """
@@ -15,21 +15,53 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.backends import Needs, Outputs
 from tilewise.bias.terms import wide
-from tilewise.distributed.collectives import all_to_all, gathered, scattered
-from tilewise.distributed.layout import Chunk, Ranks, shards_of, whole_of
+from tilewise.distributed.layout import Chunk, Ranks
 from tilewise.distributed.operands import ShardedCall
 from tilewise.operator.dispatch import backward_of
 from tilewise.spec.bias_components import DIFFERENTIABLE
 from tilewise.spec.score import ScoreNumbers
 
+# PyTorch has renamed two of its collectives.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return bool and 16-bit integer tensors, which not every transport supports, as bytes; others unchanged."""
+    return x.view(torch.uint8) if x.dtype in (torch.bool, torch.int16) else x
+
+
+def gathered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Return the whole tensor, gathered from the ranks' shards along ``dim``."""
+    sent = as_bytes(x.contiguous())
+    stacked = sent.new_empty((ranks.size * sent.shape[0], *sent.shape[1:]))
+    all_gather(stacked, sent, group=ranks.group)
+    return ranks.split.whole_of(stacked.view(x.dtype).unflatten(0, (ranks.size, -1)), dim)
+
+
+def scattered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    """Return this rank's shard of the sum over ranks; 16-bit numbers are summed in float32."""
+    sent = ranks.split.shards_of(wide(x), dim).contiguous()
+    found = sent.new_empty(sent.shape[1:])
+    _reduce_scatter(found, sent.flatten(0, 1), group=ranks.group)
+    return found.to(x.dtype)
+
+
+def all_to_all(stacked: Tensor, ranks: Ranks) -> Tensor:
+    """Return what every rank has stacked for this one; ``stacked`` and the result are (ranks, ...)."""
+    sent = as_bytes(stacked.contiguous())
+    found = torch.empty_like(sent)
+    dist.all_to_all_single(found, sent, group=ranks.group)
+    return found.view(stacked.dtype)
+
 
 def _to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
     stacked = x.unflatten(heads, (ranks.size, x.shape[heads] // ranks.size)).movedim(heads, 0)
-    return whole_of(all_to_all(stacked, ranks), rows, ranks.split)
+    return ranks.split.whole_of(all_to_all(stacked, ranks), rows)
 
 
 def _to_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
-    return all_to_all(shards_of(x, rows, ranks.split), ranks).movedim(0, heads).flatten(heads, heads + 1)
+    return all_to_all(ranks.split.shards_of(x, rows), ranks).movedim(0, heads).flatten(heads, heads + 1)
 
 
 class _Gather(torch.autograd.Function):

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.backends import Outputs, empty_output, lse_dtype
-from tilewise.distributed.collectives import all_gather, all_to_all, as_bytes, gathered, scattered
+from tilewise.distributed.autograd import all_gather, all_to_all, as_bytes, gathered, scattered
 from tilewise.distributed.layout import Chunk
 from tilewise.distributed.operands import ShardedCall
 

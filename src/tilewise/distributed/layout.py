@@ -30,7 +30,8 @@ class Chunk(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A sequence over ``size`` ranks, with ``pieces`` chunks each: 1, or 2 for a head and a tail."""
+    """A sequence over ``size`` ranks, with ``pieces`` chunks each: 1, or 2 for a head and a tail. `documents.Documents`
+    splits a packed batch; both stack shards."""
 
     size: int
     pieces: int
@@ -46,35 +47,56 @@ class Split(NamedTuple):
         """Return (rank, chunk) for each chunk of all ranks' shards."""
         return [(rank, chunk) for rank in range(self.size) for chunk in self.chunks(rank, length)]
 
+    def shards_of(self, x: Tensor, dim: int) -> Tensor:
+        """Return all ranks' shards of a whole tensor along ``dim``, stacked along a new first axis."""
+        count = self.pieces * self.size
+        chunks = x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim, 0)
+        return chunks if self.pieces == 1 else torch.cat([chunks[: self.size], chunks[self.size :].flip(0)], dim + 1)
+
+    def whole_of(self, shards: Tensor, dim: int) -> Tensor:
+        """Return the whole tensor of stacked shards: the inverse of `shards_of`."""
+        if self.pieces == 2:
+            heads, tails = shards.chunk(2, dim + 1)
+            shards = torch.cat([heads, tails.flip(0)])
+        return shards.movedim(0, dim).flatten(dim, dim + 1)
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """The process group of a mesh, this rank in it, and how they split a sequence or a packed batch."""
+    """The process group of a mesh, this rank in it, and how they split a sequence or a packed batch.
 
-    group: Any  # a ProcessGroup
+    A mesh of two axes has a group along each. Its ranks are counted along the second axis first."""
+
+    group: Any  # a ProcessGroup; None: that of each axis
     rank: int
     split: Any  # a Split, or `documents.Documents`
     device: str  # the mesh's
+    axes: tuple[Ranks, ...] = ()  # this process's ranks along each axis, if there are two
 
     @property
     def size(self) -> int:
         return self.split.size
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, load_balancer: LoadBalancer) -> Ranks:
-        """Return the ranks of a mesh of one axis; raise an error that names the mesh or the load balancer."""
+    def of(cls, mesh: DeviceMesh, load_balancer: LoadBalancer, most_axes: int = 1) -> Ranks:
+        """Return the ranks of a mesh of one axis, or two; raise an error that names the mesh or the load balancer."""
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}")
-        if mesh.ndim != 1:
+        if not 1 <= mesh.ndim <= most_axes:
             raise ValueError(
                 f"mesh: expected one axis, that of the sequence, got {mesh.ndim}; of a mesh with names pass mesh['cp']"
             )
         if mesh.get_coordinate() is None:
             raise ValueError(f"mesh: this process, rank {dist.get_rank()}, is not in it: {mesh}")
         if load_balancer not in BALANCERS:
-            packed = "; 'document' is of packed batches, by their cu_seqlens" if load_balancer == "document" else ""
+            is_packed = load_balancer == "document" and mesh.ndim == 1
+            packed = "; 'document' is of packed batches, by their cu_seqlens" if is_packed else ""
             raise ValueError(f"load_balancer: must be None or 'head_tail', got {load_balancer!r}{packed}")
-        return cls.of_group(mesh.get_group(), mesh.device_type, load_balancer)
+        if mesh.ndim == 1:
+            return cls.of_group(mesh.get_group(), mesh.device_type, load_balancer)
+        across, inside = (cls.of_group(mesh.get_group(n), mesh.device_type, load_balancer) for n in (0, 1))
+        split = Split(across.size * inside.size, across.split.pieces)
+        return cls(None, across.rank * inside.size + inside.rank, split, mesh.device_type, (across, inside))
 
     @classmethod
     def of_group(cls, group: Any, device: str, load_balancer: LoadBalancer) -> Ranks:
@@ -84,26 +106,6 @@ class Ranks:
 
     def chunks(self, length: int) -> tuple[Chunk, ...]:
         return self.split.chunks(self.rank, length)
-
-
-def shards_of(x: Tensor, dim: int, split: Any) -> Tensor:
-    """Return all ranks' shards of a whole tensor along ``dim``, stacked along a new first axis."""
-    if not isinstance(split, Split):
-        return split.shards_of(x, dim)
-    if split.pieces == 1:
-        return x.unflatten(dim, (split.size, x.shape[dim] // split.size)).movedim(dim, 0)
-    chunks = x.unflatten(dim, (2 * split.size, x.shape[dim] // (2 * split.size))).movedim(dim, 0)
-    return torch.cat([chunks[: split.size], chunks[split.size :].flip(0)], dim + 1)
-
-
-def whole_of(shards: Tensor, dim: int, split: Any) -> Tensor:
-    """Return the whole tensor of stacked shards: the inverse of `shards_of`."""
-    if not isinstance(split, Split):
-        return split.whole_of(shards, dim)
-    if split.pieces == 2:
-        heads, tails = shards.chunk(2, dim + 1)
-        shards = torch.cat([heads, tails.flip(0)])
-    return shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
 # --- visibility between chunks ---

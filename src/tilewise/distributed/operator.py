@@ -17,8 +17,7 @@ from tilewise.backends import Outputs, lse_dtype
 from tilewise.bias.terms import wide
 from tilewise.distributed import ring
 from tilewise.distributed.api import prepare
-from tilewise.distributed.autograd import part_gradients, to_heads, to_rows
-from tilewise.distributed.collectives import scattered
+from tilewise.distributed.autograd import part_gradients, scattered, to_heads, to_rows
 from tilewise.distributed.compiled import Description, described, given_by, ranks_of
 from tilewise.distributed.head_groups import Gathered, groups_of
 from tilewise.distributed.layout import Chunk

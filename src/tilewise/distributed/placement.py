@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.distributed.autograd import gather
 from tilewise.distributed.documents import packed_ranks, read_offsets
-from tilewise.distributed.layout import LoadBalancer, Ranks, shards_of
-from tilewise.distributed.two_axes import MeshAxes
+from tilewise.distributed.layout import LoadBalancer, Ranks
 from tilewise.spec.tensors import check_tensor
 
 
@@ -34,7 +33,7 @@ def shard(
         if load_balancer is not None:
             found = tensor.index_select(dim, ranks.split.rows(ranks.rank).to(tensor.device))
         return found.contiguous()
-    ranks = MeshAxes.of(mesh, load_balancer).all if _has_two_axes(mesh) else Ranks.of(mesh, load_balancer)
+    ranks = Ranks.of(mesh, load_balancer, 2)
     dim = _axis(tensor, 2 if dim is None else dim)
     count = ranks.size * ranks.split.pieces
     if tensor.shape[dim] % count:
@@ -42,7 +41,7 @@ def shard(
         raise ValueError(
             f"tensor: length along dim {dim} must be a multiple of {count} for {words}, got shape {tuple(tensor.shape)}"
         )
-    return shards_of(tensor, dim, ranks.split)[ranks.rank].contiguous()
+    return ranks.split.shards_of(tensor, dim)[ranks.rank].contiguous()
 
 
 def unshard(
@@ -61,16 +60,13 @@ def unshard(
     if cu_seqlens is not None:
         ranks, dim = _of_packed(tensor, mesh, load_balancer, dim, cu_seqlens, Ranks.of(mesh, None).size)
         return gather(tensor, ranks, dim)
-    axes = MeshAxes.of(mesh, load_balancer) if _has_two_axes(mesh) else None
-    ranks = Ranks.of(mesh, load_balancer) if axes is None else axes.across
+    ranks = Ranks.of(mesh, load_balancer, 2)
     dim = _axis(tensor, 2 if dim is None else dim)
     if tensor.shape[dim] % ranks.split.pieces:
         raise ValueError(f"tensor: a shard of a head and a tail has an even length, got shape {tuple(tensor.shape)}")
-    return gather(tensor if axes is None else gather(tensor, axes.inside, dim), ranks, dim)
-
-
-def _has_two_axes(mesh: DeviceMesh) -> bool:
-    return isinstance(mesh, DeviceMesh) and mesh.ndim == 2
+    for one in reversed(ranks.axes or (ranks,)):
+        tensor = gather(tensor, one, dim)
+    return tensor
 
 
 def _of_packed(

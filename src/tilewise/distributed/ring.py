@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.backends import Outputs, sink_gradient
 from tilewise.bias.terms import wide
-from tilewise.distributed.collectives import as_bytes
+from tilewise.distributed.autograd import as_bytes
 from tilewise.distributed.layout import Chunk, Ranks, ring_steps, sees
 from tilewise.distributed.operands import ShardedCall
 from tilewise.merge import combine

@@ -20,7 +20,7 @@ from tilewise.distributed import (
     explain_context_parallel,
     shard,
 )
-from tilewise.distributed.layout import Split, shards_of
+from tilewise.distributed.layout import Split
 from tilewise_tools.bench.parallel.cases import ParallelCase
 
 BALANCER: Literal["head_tail"] = "head_tail"
@@ -198,7 +198,7 @@ def _flex(case: ParallelCase, x: Leaves, mesh: DeviceMesh) -> Forward:
     gather: Any = inspect.unwrap(context_parallel).__globals__["flex_cp_allgather"]
     device, group = x["q"].device, mesh.get_group().group_name
     # The order of PyTorch's head-tail load balancer.
-    order = shards_of(torch.arange(case.length, device=device), 0, Split(mesh.size(), 2)).flatten()
+    order = Split(mesh.size(), 2).shards_of(torch.arange(case.length, device=device), 0).flatten()
     mask = _block_mask(order, mesh, create_block_mask)
     score_mod = None
     if case.kind == "relative":
