@@ -33,11 +33,11 @@ from tilewise.distributed import (
     explain_context_parallel,
     head_groups,
     operands,
-    packed,
-    ring,
     shard,
     unshard,
 )
+from tilewise.distributed import documents as packed
+from tilewise.distributed.ring import Ring as ring
 
 B, H, Hkv, M, N, D, Dv = 2, 8, 4, 16, 24, 8, 6
 DOUBLE, FLOAT, BRAIN = torch.float64, torch.float32, torch.bfloat16

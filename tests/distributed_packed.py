@@ -40,7 +40,7 @@ from tilewise.distributed import (
     shard,
     unshard,
 )
-from tilewise.distributed import packed as packed_module
+from tilewise.distributed import documents as packed_module
 
 LENGTHS = (5, 1, 0, 19, 7)
 OFFSETS = tuple(itertools.accumulate(LENGTHS, initial=0))

@@ -217,9 +217,8 @@ def _of_sequences(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> t
     """Return ``(o, lse)`` of DTensors split along the sequence; None for others. Import torch.distributed only here:
     with DTensors it is loaded already."""
     from tilewise.distributed.dtensor import attention_of_sequences
-    from tilewise.distributed.operands import CallOptions
+    from tilewise.distributed.operands import Arguments, CallOptions
 
-    given = {name: options[name] for name in ("bias", "mask", "sink")}
-    return attention_of_sequences(
-        q, k, v, given, CallOptions(**{name: options[name] for name in CallOptions._fields}), {}
-    )
+    numbers = CallOptions(**{name: options[name] for name in CallOptions._fields})
+    given = Arguments((q, k, v), options["bias"], options["mask"], options["sink"], None, numbers, {})
+    return attention_of_sequences(given)

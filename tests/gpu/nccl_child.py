@@ -30,9 +30,9 @@ from tilewise.distributed import (  # noqa: E402
     context_parallel_attention,
     context_parallel_varlen_attention,
     operands,
-    packed,
     shard,
 )
+from tilewise.distributed import documents as packed  # noqa: E402
 
 B, H, HKV, S, D, R = 2, 8, 4, 2048, 64, 129
 METHODS = ("all_gather", "ring", "all_to_all")

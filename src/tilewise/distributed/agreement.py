@@ -5,8 +5,8 @@ A rank that raises alone leaves the others waiting in a collective, so an error 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -14,11 +14,35 @@ import torch.distributed as dist
 from tilewise.cache import CallCache
 from tilewise.distributed.layout import Ranks
 
+T = TypeVar("T")
 Description = tuple[tuple[str, Hashable], ...]
 _KINDS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, TypeError, NotImplementedError)}
 # Not in `calls`: ranks that agree make the same calls in the same order, so they drop an entry at the same call.
 _LIMIT = 4096
 _agreed: WeakKeyDictionary[Any, CallCache[str]] = WeakKeyDictionary()
+
+
+def settled(
+    ranks: Ranks, validate: bool, read: Callable[[], tuple[Description, Description, T]], choose: Callable[[T], str]
+) -> tuple[str, T]:  # fmt: skip
+    """Return the method that all ranks use, and the call that ``read`` returns after its description and what is
+    compared beside. ``choose`` checks the first call of each kind. An error of one rank is raised on all."""
+    failure: Exception | None = None
+    description: Description | None = None
+    beside: Description = ()
+    chosen: str | None = None
+    try:
+        description, beside, found = read()
+        chosen = agreed(ranks, description)
+        known = chosen is not None
+        if not known or validate:
+            chosen = choose(found)
+    except tuple(_KINDS.values()) as error:
+        failure, known = error, False
+    if not known or validate:
+        agree(ranks, description, chosen, failure, beside=beside)
+    assert chosen is not None
+    return chosen, found
 
 
 def agreed(ranks: Ranks, description: Description) -> str | None:

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from tilewise.backends import Needs, Outputs
 from tilewise.bias.terms import wide
 from tilewise.distributed.layout import Chunk, Ranks
-from tilewise.distributed.operands import ShardedCall
+from tilewise.distributed.operands import ContextParallelCall
+from tilewise.distributed.plan import Method, Saved
 from tilewise.operator.dispatch import backward_of
 from tilewise.spec.bias_components import DIFFERENTIABLE
 from tilewise.spec.score import ScoreNumbers
@@ -55,13 +56,29 @@ def all_to_all(stacked: Tensor, ranks: Ranks) -> Tensor:
     return found.view(stacked.dtype)
 
 
-def _to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
+def heads_of_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
+    """Trade rows for heads: from a shard along axis ``rows`` with all heads to all rows of this rank's heads."""
     stacked = x.unflatten(heads, (ranks.size, x.shape[heads] // ranks.size)).movedim(heads, 0)
     return ranks.split.whole_of(all_to_all(stacked, ranks), rows)
 
 
-def _to_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
+def rows_of_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
+    """Trade heads for rows: the inverse of `heads_of_rows`."""
     return all_to_all(ranks.split.shards_of(x, rows), ranks).movedim(0, heads).flatten(heads, heads + 1)
+
+
+def summed(call: ContextParallelCall, grads: list[Tensor | None], ranks: Ranks) -> list[Tensor | None]:
+    """Return the gradients of the call's tensors, summed over ranks if the tensor is equal on all."""
+    for n, slot in enumerate(call.slots):
+        grad = grads[n]
+        if slot.replicated and grad is not None:
+            total = wide(grad).clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=ranks.group)
+            grads[n] = total.to(grad.dtype)
+    return grads
+
+
+# --- with a first derivative ---
 
 
 class _Gather(torch.autograd.Function):
@@ -76,30 +93,16 @@ class _Gather(torch.autograd.Function):
         return scattered(grad, *ctx.where), None, None
 
 
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        total = wide(grad).clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.ranks.group)
-        return total.to(grad.dtype), None
-
-
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, heads: int, rows: int, to_heads: bool) -> Tensor:
-        ctx.where, ctx.to_heads = (ranks, heads, rows), to_heads
-        return (_to_heads if to_heads else _to_rows)(x, ranks, heads, rows)
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
+        ctx.where = ranks, heads, rows
+        return heads_of_rows(x, ranks, heads, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (_to_rows if ctx.to_heads else _to_heads)(grad, *ctx.where), None, None, None, None
+        return rows_of_heads(grad, *ctx.where), None, None, None
 
 
 def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -108,59 +111,58 @@ def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     return found
 
 
-def summed(x: Tensor, ranks: Ranks) -> Tensor:
-    """Return ``x``, which is equal on all ranks; its gradient is the sum over ranks."""
-    found: Tensor = _Summed.apply(x, ranks)
-    return found
-
-
 def to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
-    """Trade rows for heads: from a shard along axis ``rows`` with all heads to all rows of this rank's heads."""
-    found: Tensor = _Exchange.apply(x, ranks, heads, rows, True)
+    """Return `heads_of_rows`. Backward: the inverse trade."""
+    found: Tensor = _Exchange.apply(x, ranks, heads, rows)
     return found
 
 
-def to_rows(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
-    """Trade heads for rows: the inverse of `to_heads`."""
-    found: Tensor = _Exchange.apply(x, ranks, heads, rows, False)
-    return found
+# --- methods ---
 
 
-# --- methods with a backward of their own ---
-
-
-class _Parts(torch.autograd.Function):
-    """The function ``(*tensors, call, method) -> (o, lse, o_low)``, with tensors in the order of ``call.slots``."""
+class _Run(torch.autograd.Function):
+    """The function ``(*tensors, call, method, return_lse) -> (o, lse)``."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
-        *tensors, call, method = arguments
-        outputs = method.forward(call, tensors)
-        ctx.call, ctx.method = call, method
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, Tensor | None]:
+        *tensors, ctx.call, ctx.method, return_lse = arguments
+        outputs, saved = ctx.method.forward(ctx.call, tensors, return_lse, False)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *outputs)
-        return (*outputs,)
+        ctx.save_for_backward(*saved.tensors, *saved.outputs)
+        return outputs.o, outputs.lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, o, lse, o_low = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:-2]
-        # resolve_neg: as in tilewise.operator.autograd
-        do, dlse = torch.zeros_like(o) if do is None else do.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-        cotangents = Outputs(do, dlse)
-        found = ctx.method.backward(ctx.call, tensors, Outputs(o, lse, o_low), cotangents, needs, part_gradients)
-        return *found, None, None
+        saved = Saved(tensors, Outputs(o, lse, o_low))
+        return *gradients(ctx.method, ctx.call, saved, do, dlse, ctx.needs_input_grad[:-3]), None, None, None
 
 
-def by_parts(call: ShardedCall, tensors: Sequence[Tensor], method: Any) -> Outputs:
-    """Run ``method``, `ring` or `head_groups.Gathered`; autograd calls its backward."""
-    return Outputs(*_Parts.apply(*tensors, call, method))
+def run(
+    method: Method, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return differentiable ``(o, lse)`` of this rank's rows; without ``return_lse`` lse is undefined."""
+    found: tuple[Tensor, Tensor] = _Run.apply(*tensors, call, method, return_lse)
+    return found
+
+
+def gradients(
+    method: Method, call: ContextParallelCall, saved: Saved, do: Tensor | None, dlse: Tensor | None,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the gradients of the call's tensors, without an autograd graph."""
+    # resolve_neg: as in tilewise.operator.autograd
+    o, sizes = saved.outputs.o, call.sizes
+    do = o.new_zeros((sizes.B, sizes.H, call.queries, o.shape[3])) if do is None else do.resolve_neg()
+    cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
+    grads = method.backward(call, saved, cotangents, needs)
+    return summed(call, grads, call.ranks.axes[1] if call.ranks.axes else call.ranks)
 
 
 def part_gradients(
-    call: ShardedCall, tensors: Sequence[Tensor], at: tuple[Chunk, Chunk], outputs: Outputs, cotangents: Outputs,
-    needs: Sequence[bool], *, sink: bool = False, first_head: int = 0,
+    call: ContextParallelCall, tensors: Sequence[Tensor], outputs: Outputs, cotangents: Outputs,
+    at: tuple[Chunk, Chunk], needs: Sequence[bool], *, sink: bool = False, first_head: int = 0,
 ) -> list[Tensor | None]:  # fmt: skip
     """Return what some queries and some keys add to the gradients of ``tensors``, which are cut to these.
 
@@ -179,7 +181,10 @@ def part_gradients(
     wanted = Needs(*(name in asked for name in Needs._fields))
     terms = ScoreNumbers.of(local.score, local.deterministic, local.backend)
     grads = backward_of(inputs, outputs, cotangents, terms, wanted)(inputs, outputs, cotangents)
-    made, given = list(asked.values()), [getattr(grads, name) for name in asked]
-    targets = [x for x in leaves if x.requires_grad]
-    found = iter(torch.autograd.grad(made, targets, given, allow_unused=True))
+    return through(list(asked.values()), [getattr(grads, name) for name in asked], leaves)
+
+
+def through(made: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of ``leaves`` from those of tensors that are made of them."""
+    found = iter(torch.autograd.grad(made, [x for x in leaves if x.requires_grad], grads, allow_unused=True))
     return [next(found) if x.requires_grad else None for x in leaves]

@@ -10,6 +10,7 @@ which the rank has tokens, `SeenKeys`; only those of other ranks are sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -27,6 +28,7 @@ from tilewise.spec.seqlens import Lengths
 from tilewise.spec.tensors import stream_of
 
 T = TypeVar("T")
+GROUP_FLOPS = 5e11  # about 1 ms of a Hopper GPU; launches of short sequences have short tails
 
 
 class Spans(NamedTuple):
@@ -38,16 +40,6 @@ class Spans(NamedTuple):
     @property
     def lengths(self) -> Tensor:
         return self.end - self.begin
-
-
-class Part(NamedTuple):
-    """Rows of a shard that one local call computes."""
-
-    chunk: Chunk  # of the shard
-    lengths: Lengths  # of each sequence in the local call
-    longest: tuple[int, int]  # most queries and most keys of a sequence
-    # The call has all rows of the shard, with its keys in place, but only the rank's own sequences.
-    is_local: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +109,11 @@ class Documents:
     def longest(self) -> int:
         return int(self.cu.diff().max())
 
+    @property
+    def group_flops(self) -> float:
+        """Return `operands.GROUP_FLOPS` of a packed batch: more if there is less to send, which groups hide."""
+        return GROUP_FLOPS / self.sent_share if self.sent_share else math.inf
+
     def pairs(self, rank: int, causal: bool) -> int:
         """Return the number of visible pairs of that rank's queries, for one head."""
         key = "pairs", rank, causal
@@ -163,20 +160,20 @@ class Documents:
 
         return self._of_stream("order", device, make)
 
-    def parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Part, ...]:
+    def parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Chunk, ...]:
         """Return the non-empty local calls of a rank: its own sequences, and spans of others with its `SeenKeys`. Under
         a causal mask a span has the keys of its sequence up to its own last query, so that this sees the last key, as
-        in the whole sequence. A part's ``chunk.start`` is its number."""
+        in the whole sequence."""
         return self._of_stream((rank, causal), device, lambda: self._parts(rank, causal, device))
 
-    def _parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Part, ...]:
-        found: list[Part] = []
+    def _parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Chunk, ...]:
+        found: list[Chunk] = []
         alone, seen = self.lengths_alone(rank), self.seen_lengths(rank)
         local = int(alone.sum())
         if local:
             cu, longest = _sent(_offsets(alone), device), int(alone.max())
             rows = self.offsets[-1] // self.size
-            found.append(Part(Chunk(0, 0, rows), Lengths(cu, cu), (longest, longest), is_local=True))
+            found.append(Chunk(0, 0, rows, Lengths(cu, cu), (longest, longest), is_local=True))
         cu_k = _offsets(seen)
         for span in self._shared_spans(rank):
             lengths = span.lengths
@@ -186,7 +183,7 @@ class Documents:
             used = span.end.minimum(seen) if causal else seen
             on_device = Lengths(*(_sent(x, device) for x in (_offsets(lengths), cu_k, used)))
             most = int(lengths.max()), int(torch.where(lengths > 0, used, 0).max())
-            found.append(Part(Chunk(local, len(found), rows), on_device, most))
+            found.append(Chunk(local, 0, rows, on_device, most))
             local += rows
         return tuple(found)
 
@@ -270,12 +267,12 @@ class Documents:
             *(_moved(x, device) for x in (padded, torch.cat(at), torch.cat(places))),
         )
 
-    def whole(self, device: torch.device) -> Part:
+    def whole(self, device: torch.device) -> Chunk:
         """Return one call of all sequences."""
 
-        def make() -> Part:
+        def make() -> Chunk:
             cu = _sent(self.cu, device)
-            return Part(Chunk(0, 0, self.offsets[-1]), Lengths(cu, cu), (self.longest, self.longest))
+            return Chunk(0, 0, self.offsets[-1], Lengths(cu, cu), (self.longest, self.longest))
 
         return self._of_stream("whole", device, make)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tilewise.distributed.api import context_parallel_attention
 from tilewise.distributed.context_manager import Active, active
 from tilewise.distributed.dtensor import attention_of_sequences
-from tilewise.distributed.operands import CallOptions
+from tilewise.distributed.operands import Arguments, CallOptions
 from tilewise.spec.tensors import is_causal_bias, is_dtensor
 
 _MANAGER = "within torch.distributed.tensor.experimental.context_parallel"
@@ -34,19 +32,28 @@ def sdpa_of_shards(
             return None
         raise NotImplementedError(f"{reason} {_MANAGER}")
     is_bias = attn_mask is not None and attn_mask.dtype != torch.bool
-    given: dict[str, Any] = {"bias": attn_mask if is_bias else None, "mask": None if is_bias else attn_mask}
+    bias, mask = (attn_mask, None) if is_bias else (None, attn_mask)
     if split:
         options = CallOptions(
             causal=is_causal, window=None, scale=scale, softcap=None, deterministic=None, backend=None
         )
         balancer = None if now is None else now.load_balancer
-        found = attention_of_sequences(query, key, value, {**given, "sink": None}, options, {}, balancer)
+        given = Arguments((query, key, value), bias, mask, None, None, options, {})
+        found = attention_of_sequences(given, balancer)
         if found is None and now is not None:
             raise NotImplementedError(f"query: DTensors that are not all split evenly along the sequence {_MANAGER}")
         return None if found is None else found[0]
     assert isinstance(now, Active)
     o = context_parallel_attention(
-        query, key, value, mesh=now.mesh, **given, causal=is_causal, scale=scale, load_balancer=now.load_balancer
+        query,
+        key,
+        value,
+        mesh=now.mesh,
+        bias=bias,
+        mask=mask,
+        causal=is_causal,
+        scale=scale,
+        load_balancer=now.load_balancer,
     )
     assert isinstance(o, Tensor)
     return o

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tilewise.bias.terms import Term
 from tilewise.distributed.api import attend_shards
 from tilewise.distributed.layout import LoadBalancer, Ranks
-from tilewise.distributed.operands import CallOptions
+from tilewise.distributed.operands import Arguments
 from tilewise.spec.tensors import is_causal_bias
 
 BATCH, HEADS, ROWS = 0, 1, 2
@@ -74,13 +74,13 @@ class _Place(NamedTuple):
 
 
 def attention_of_sequences(
-    q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options: CallOptions, unknown: dict[str, Any],
-    load_balancer: LoadBalancer = None,
+    given: Arguments, load_balancer: LoadBalancer = None
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """Return ``(o, lse)`` of DTensors q, k and v that one mesh axis splits evenly along the sequence, else None.
     DTensor redistributes other calls to placements that the operator supports."""
+    q, k, v = given.qkv
     place = _place_of(q, k, v)
-    if place is None or is_causal_bias(given["bias"]):
+    if place is None or is_causal_bias(given.bias):
         return None
     assert isinstance(q, DTensor)
     shared = k.shape[HEADS] == 1 < q.shape[HEADS]  # MQA: every device has the one key/value head
@@ -89,19 +89,17 @@ def attention_of_sequences(
         place.local("q", q, _Axes(0, 1, 2)), place.local("k", k, kv), place.local("v", v, kv)
     )  # fmt: skip
     sizes = q.shape[2], k.shape[2]
-    bias = given["bias"]
+    bias: Any = given.bias
+    mask, sink = given.mask, given.sink
     one = not isinstance(bias, (tuple, list))
     pieces = [_local_piece(place, part, sizes) for part in (() if bias is None else (bias,) if one else bias)]
-    mask, sink = given["mask"], given["sink"]
-    found = {
-        "bias": None if bias is None else pieces[0] if one else tuple(pieces),
-        "mask": None if mask is None else _local_operand(place, "mask", mask, sizes),
-        "sink": None if sink is None else place.local("sink", sink, _sink_axes(sink)),
-        "dropout_seed": None,
-    }
+    found = given._replace(
+        qkv=locals_, bias=None if bias is None else pieces[0] if one else tuple(pieces),
+        mask=None if mask is None else _local_operand(place, "mask", mask, sizes),
+        sink=None if sink is None else place.local("sink", sink, _sink_axes(sink)),
+    )  # fmt: skip
     ranks = Ranks.of_group(place.mesh.get_group(place.axis), place.mesh.device_type, load_balancer)
-    how: dict[str, Any] = {"method": "auto", "validate": False, "return_lse": True}
-    o, lse = attend_shards(ranks, load_balancer, locals_, found, options, unknown, **how)
+    o, lse = attend_shards(ranks, load_balancer, found)
     B, H, M, _ = q.shape
     return _whole(o, place, (B, H, M, v.shape[3])), _whole(lse, place, (B, H, M))
 

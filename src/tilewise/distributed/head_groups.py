@@ -16,7 +16,8 @@ group before, which would otherwise occupy all SMs. Source: docs/notebook/distri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,17 +25,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.backends import Outputs, empty_output, lse_dtype
-from tilewise.distributed.autograd import all_gather, all_to_all, as_bytes, gathered, scattered
+from tilewise.bias import LowRankBias
+from tilewise.distributed.autograd import all_gather, all_to_all, as_bytes, gathered, part_gradients, scattered
 from tilewise.distributed.layout import Chunk
-from tilewise.distributed.operands import ShardedCall
+from tilewise.distributed.operands import ContextParallelCall
+from tilewise.distributed.plan import Cost, Method, Saved, bytes_of, hides, moving_bytes, wide_bytes
 
 MOST_GROUPS = 16
 AHEAD = 2  # groups
 LATE = 2**24  # bytes that a rank sends: about 0.1 ms with NVLink on Hopper, less than the host takes
-PartGradients = Callable[..., list[Tensor | None]]
 
 
-def groups_of(call: ShardedCall, tensors: Sequence[Tensor]) -> int:
+def groups_of(call: ContextParallelCall, tensors: Sequence[Tensor]) -> int:
     """Return the number of groups, equal on all ranks: a divisor of the key/value heads. It is 1 if a matrix that heads
     share requires grad, as summing its gradient over groups would take a second matrix."""
     for x, slot in zip(tensors, call.slots, strict=True):
@@ -73,7 +75,7 @@ class _Coming(NamedTuple):
 class _Keys:
     """The gathered tensors that move with the keys, group by group, with collectives issued `AHEAD` groups early."""
 
-    def __init__(self, call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> None:
+    def __init__(self, call: ContextParallelCall, tensors: Sequence[Tensor], groups: int) -> None:
         self.call, self.tensors, self.groups = call, tensors, groups
         self.by_heads = [n for n in call.moving if call.slots[n].heads is not None]
         # Key biases and masks without heads: small, and equal for all groups.
@@ -116,8 +118,8 @@ class _Keys:
         """Yield chunks of queries, and the call's tensors with the group's heads and the keys for these chunks."""
         call = self.call
         found = [group.part(x, slot.heads) for x, slot in zip(self.tensors, call.slots, strict=True)]
-        here = [query for query in call.row_chunks if call.is_local(query)]
-        rest = [query for query in call.row_chunks if not call.is_local(query)]
+        here = [query for query in call.row_chunks if query.is_local]
+        rest = [query for query in call.row_chunks if not query.is_local]
         if here:
             yield here, list(found)
         if self.late:
@@ -158,7 +160,7 @@ class _Keys:
 class _Gradients:
     """Gradients of tensors that move with the keys, sent to the keys' ranks group by group."""
 
-    def __init__(self, call: ShardedCall, moving: Sequence[int], totals: list[Tensor | None]) -> None:
+    def __init__(self, call: ContextParallelCall, moving: Sequence[int], totals: list[Tensor | None]) -> None:
         self.call, self.moving, self.totals = call, moving, totals
         self.going: list[tuple[Group, list[tuple[int, Any, Tensor, Tensor]]]] = []
         self.filling: dict[int, Tensor] = {}
@@ -239,93 +241,119 @@ class _Gradients:
             self._receive()
 
 
-class Gathered(NamedTuple):
+@dataclass(frozen=True)
+class Gathered(Method):
     """The all_gather method in ``groups`` groups of heads."""
 
     groups: int
 
-    def forward(self, call: ShardedCall, tensors: Sequence[Tensor]) -> Outputs:
-        return _forward(call, tensors, self.groups)
+    def forward(
+        self, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool, return_low: bool
+    ) -> tuple[Outputs, Saved]:
+        q, v = tensors[0], tensors[2]
+        whole: Outputs | None = None
+        for group, parts in _Keys(call, tensors, self.groups):
+            for queries, found in parts:
+                for query in queries:
+                    key = call.seen_keys(query)
+                    part = call.outputs(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
+                    if whole is None and self.groups == 1 and query.length == q.shape[2]:
+                        whole = part
+                        continue
+                    whole = _empty_outputs(call, q, v) if whole is None else whole
+                    for to, x in zip(whole, part, strict=True):
+                        if to is not None and x is not None:
+                            group.part(to, 1).narrow(2, query.local, query.length).copy_(x)
+                del found
+        assert whole is not None
+        return whole, Saved(tensors, whole)
 
-    def backward(self, call: ShardedCall, tensors: Sequence[Tensor], *rest: Any) -> list[Tensor | None]:
-        """Return the gradients of ``tensors``; ``rest`` are the further arguments of `_backward`."""
-        return _backward(call, tensors, self.groups, *rest)
+    def backward(
+        self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        (tensors, outputs), groups = saved, self.groups
+        # A first call of all rows returns the tensors to which other calls add their gradients of q, k and v.
+        first = call.row_chunks[0]
+        taken = [groups == 1 and first.is_local and n < 3 for n in range(len(tensors))]
+        totals = [_total(call, n, x, groups) if needs[n] and not taken[n] else None for n, x in enumerate(tensors)]
+        keys = _Keys(call, tensors, groups)
+        leaving = _Gradients(call, [n for n in keys.by_heads if needs[n]], totals)
+        for group, parts in keys:
+            leaving.begin()
+            for queries, found in parts:
+                # Chunks that see the most keys first: the others add to their gradients.
+                for query in sorted(queries, key=lambda query: -call.seen_keys(query).length):
+                    at = query, call.seen_keys(query)
+                    rows = _rows(outputs, group, query), _rows(cotangents, group, query)
+                    grads = part_gradients(
+                        call, call.cut(found, *at), *rows, at, needs, sink=True, first_head=_first_head(call, group)
+                    )
+                    for n, grad in enumerate(grads):
+                        if grad is None:
+                            continue
+                        if taken[n] and query == first:
+                            totals[n] = grad
+                        elif n in leaving.moving and not query.is_local:
+                            leaving.add(n, grad, at[1])
+                        else:
+                            to = _place(call, n, totals[n], group, at)
+                            to.copy_(grad) if _is_one_each(call, n, groups) else to.add_(grad)
+                    del grads
+                del found
+            leaving.send(group)
+        leaving.finish()
+        for n in keys.shared:
+            total = totals[n]
+            if total is not None:
+                totals[n] = _home(call, total, keys.axis(n))
+        return [None if total is None else total.to(x.dtype) for x, total in zip(tensors, totals, strict=True)]
+
+    def cost(self, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Cost:
+        """Return the cost in groups. With one, nothing is hidden and one buffer of keys is held. Else two groups of
+        keys are held beside the one in use, and of gradients the sent and received buffers of two groups."""
+        reason = None if call.documents is None else _declines_packed(call)
+        if reason is not None:
+            return Cost("all_gather", 0, 0, 0, declines=reason)
+        size, (keys, _), groups = call.ranks.size, moving_bytes(call, tensors), self.groups
+        moving = [(tensors[n], call.slots[n]) for n in call.moving]
+        # Gradients with heads are sent in their dtype; the others are summed over ranks in float32.
+        grads = sum((bytes_of if slot.heads is not None else wide_bytes)(x) for x, slot in moving if x.requires_grad)
+        grads = int(call.sent_share * grads)
+        held = size * keys if groups == 1 else size * 3 * keys // groups
+        going = size * grads * min(2 * groups, 4) // groups
+        others = size - 1
+        hidden = groups if groups > 1 and hides(call, tensors, keys) else 1
+        return Cost("all_gather", others * keys, others * (keys + grads), held + going, groups=hidden)
 
 
-def _forward(call: ShardedCall, tensors: Sequence[Tensor], groups: int) -> Outputs:
-    q, v = tensors[0], tensors[2]
-    whole: Outputs | None = None
-    for group, parts in _Keys(call, tensors, groups):
-        for queries, found in parts:
-            for query in queries:
-                key = call.seen_keys(query)
-                part = call.outputs(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
-                if whole is None and groups == 1 and query.length == q.shape[2]:
-                    whole = part
-                    continue
-                whole = _empty_outputs(call, q, v) if whole is None else whole
-                for to, x in zip(whole, part, strict=True):
-                    if to is not None and x is not None:
-                        group.part(to, 1).narrow(2, query.local, query.length).copy_(x)
-            del found
-    assert whole is not None
-    return whole
+def _declines_packed(call: ContextParallelCall) -> str | None:
+    """Return why packed batches of this kind cannot be gathered; None if they can."""
+    if call.options.dropout_p:
+        return "dropout counts positions from the start of each sequence, of which a rank has only parts"
+    causal = call.options.causal
+    if not causal and call.options.window is not None:
+        return "a window of a packed batch is to end with the query: causal=True"
+    for term in (piece.term for piece in call.pieces):
+        if term is not None and not isinstance(term, LowRankBias):
+            at: Any = term
+            if not causal or getattr(at, "query_start", None) is not None or at.key_start != 0:
+                name = type(term).__name__
+                return f"{name} of a packed batch counts from the last query and key: causal=True, and no start"
+    return None
 
 
-def _empty_outputs(call: ShardedCall, q: Tensor, v: Tensor) -> Outputs:
+def _empty_outputs(call: ContextParallelCall, q: Tensor, v: Tensor) -> Outputs:
     o = empty_output(q, v.shape[3])
     o_low = torch.empty_like(o, dtype=torch.int16) if call.keeps_low_bits(q.dtype) else None
     return Outputs(o, q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype)), o_low)
 
 
-def _first_head(call: ShardedCall, group: Group) -> int:
+def _first_head(call: ContextParallelCall, group: Group) -> int:
     return group.n * (call.sizes.H // group.of)
 
 
-def _backward(
-    call: ShardedCall, tensors: Sequence[Tensor], groups: int, outputs: Outputs, cotangents: Outputs,
-    needs: Sequence[bool], part_gradients: PartGradients,
-) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of ``tensors``; ``outputs`` are those of whole rows, including the sink."""
-    # A first call of all rows returns the tensors to which other calls add their gradients of q, k and v.
-    first = call.row_chunks[0]
-    taken = [groups == 1 and call.is_local(first) and n < 3 for n in range(len(tensors))]
-    totals = [_total(call, n, x, groups) if needs[n] and not taken[n] else None for n, x in enumerate(tensors)]
-    keys = _Keys(call, tensors, groups)
-    leaving = _Gradients(call, [n for n in keys.by_heads if needs[n]], totals)
-    for group, parts in keys:
-        leaving.begin()
-        for queries, found in parts:
-            # Chunks that see the most keys first: the others add to their gradients.
-            for query in sorted(queries, key=lambda query: -call.seen_keys(query).length):
-                at = query, call.seen_keys(query)
-                rows = [_rows(x, group, query) for x in (outputs, cotangents)]
-                grads = part_gradients(
-                    call, call.cut(found, *at), at, *rows, needs, sink=True, first_head=_first_head(call, group)
-                )
-                for n, grad in enumerate(grads):
-                    if grad is None:
-                        continue
-                    if taken[n] and query == first:
-                        totals[n] = grad
-                    elif n in leaving.moving and not call.is_local(query):
-                        leaving.add(n, grad, at[1])
-                    else:
-                        to = _place(call, n, totals[n], group, at)
-                        to.copy_(grad) if _is_one_each(call, n, groups) else to.add_(grad)
-                del grads
-            del found
-        leaving.send(group)
-    leaving.finish()
-    for n in keys.shared:
-        total = totals[n]
-        if total is not None:
-            totals[n] = _home(call, total, keys.axis(n))
-    return [None if total is None else total.to(x.dtype) for x, total in zip(tensors, totals, strict=True)]
-
-
 def _place(
-    call: ShardedCall, n: int, total: Tensor | None, group: Group, at: tuple[Chunk, Chunk]
+    call: ContextParallelCall, n: int, total: Tensor | None, group: Group, at: tuple[Chunk, Chunk]
 ) -> Tensor:  # fmt: skip
     """Return the view for these queries and keys of the gradient of tensor ``n``; see `_total`."""
     assert total is not None
@@ -333,10 +361,10 @@ def _place(
     total = group.part(total, slot.heads)
     if call.seen is None or slot.keys is None:
         return call.cut_one(n, total, query, key)
-    return total.narrow(slot.keys, 0 if call.is_local(query) else call.keys, key.length)
+    return total.narrow(slot.keys, 0 if query.is_local else call.keys, key.length)
 
 
-def _home(call: ShardedCall, total: Tensor, axis: int) -> Tensor:
+def _home(call: ContextParallelCall, total: Tensor, axis: int) -> Tensor:
     """Return this rank's rows of a gradient without heads, summed over ranks in float32."""
     seen = call.seen
     if seen is None:
@@ -348,19 +376,19 @@ def _home(call: ShardedCall, total: Tensor, axis: int) -> Tensor:
     return found.movedim(0, axis)
 
 
-def _is_once(call: ShardedCall, n: int, groups: int) -> bool:
+def _is_once(call: ContextParallelCall, n: int, groups: int) -> bool:
     """True if each element of the gradient is written once."""
     slot = call.slots[n]
     return slot.rows is not None and (slot.heads is not None or groups == 1)
 
 
-def _is_one_each(call: ShardedCall, n: int, groups: int) -> bool:
+def _is_one_each(call: ContextParallelCall, n: int, groups: int) -> bool:
     """True if `_is_once`, or if each element is written once on this rank and gradients are sent group by group."""
     slot = call.slots[n]
     return _is_once(call, n, groups) or (slot.keys is not None and slot.heads is not None)
 
 
-def _total(call: ShardedCall, n: int, x: Tensor, groups: int) -> Tensor:
+def _total(call: ContextParallelCall, n: int, x: Tensor, groups: int) -> Tensor:
     """Return the buffer for the gradient of tensor ``n``. For keys without heads of a packed batch: the rows of the
     shard, for local sequences, then `SeenKeys`."""
     slot = call.slots[n]

@@ -16,17 +16,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.spec.score import Band
+from tilewise.spec.seqlens import Lengths
 
 LoadBalancer = Literal["head_tail", "document"] | None
 BALANCERS = (None, "head_tail")
 
 
 class Chunk(NamedTuple):
-    """Rows of a shard that are consecutive in the sequence."""
+    """Rows of a shard that one local call computes, consecutive in the sequence, or spans of a packed batch."""
 
     local: int  # first row in the shard
-    start: int  # first row in the sequence
+    start: int  # first row in the sequence; of a packed batch 0
     length: int
+    lengths: Lengths | None = None  # of each sequence of a packed batch in the local call
+    longest: tuple[int, int] = (0, 0)  # most queries and most keys of a sequence
+    # The call has all rows of the shard, with its keys in place, but only the rank's own sequences.
+    is_local: bool = False
 
 
 class Split(NamedTuple):

@@ -1,74 +1,75 @@
-"""The three methods of context parallelism: all_gather, ring and all_to_all."""
+"""The methods of context parallelism by name, and the choice of one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.backends import Outputs
-from tilewise.distributed import ring
-from tilewise.distributed.autograd import by_parts, gather, summed, to_heads, to_rows
+from tilewise.distributed.all_to_all import AllToAll, Alone, traded_call
+from tilewise.distributed.autograd import run
 from tilewise.distributed.head_groups import Gathered, groups_of
-from tilewise.distributed.layout import Chunk
-from tilewise.distributed.operands import ShardedCall, Slot
+from tilewise.distributed.operands import ContextParallelCall
+from tilewise.distributed.plan import ContextParallelPlan, Cost, Method
+from tilewise.distributed.ring import Ring
 
-Method = Callable[[ShardedCall, Sequence[Tensor], bool], Outputs]
+METHODS: dict[str, Callable[[ContextParallelCall, Sequence[Tensor]], Method]] = {
+    "all_gather": lambda call, tensors: Gathered(groups_of(call, tensors)),
+    "ring": lambda call, tensors: Ring(),
+    "all_to_all": lambda call, tensors: AllToAll(Alone()),
+}
 
 
-def attend(method: str, call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> tuple[Tensor, Tensor]:
+def method_of(name: str, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Method:
+    """Return the method; on a mesh of two axes, rows are traded for heads along the second, and ``name`` is that along
+    the first."""
+    if not call.ranks.axes:
+        return METHODS[name](call, tensors)
+    return AllToAll(METHODS[name](traded_call(call), tensors))
+
+
+def attend(
+    name: str, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return differentiable ``(o, lse)`` of this rank's rows; without ``return_lse`` lse is undefined."""
-    o, lse, _ = outputs_of(method, call, tensors, return_lse)
-    assert lse is not None
-    return o, lse
+    return run(method_of(name, call, tensors), call, tensors, return_lse)
 
 
-def outputs_of(method: str, call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
-    """Return the outputs of this rank's rows; without autograd including the low bits of o."""
-    if call.drawn and call.seed is not None:  # one seed for all ranks; counters differ by rank
-        dist.broadcast(call.seed, dist.get_global_rank(call.ranks.group, 0), group=call.ranks.group)
-    pairs = zip(tensors, call.slots, strict=True)
-    tensors = [summed(x, call.ranks) if slot.replicated and x.requires_grad else x for x, slot in pairs]
-    return METHODS[method](call, tensors, return_lse)
+def check_method(method: str) -> None:
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"method: must be 'auto' or one of {', '.join(map(repr, METHODS))}, got {method!r}")
 
 
-def _all_gather(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
-    """Gather all keys, some heads at a time, and make a local call for each chunk of queries."""
-    return by_parts(call, tensors, Gathered(groups_of(call, tensors)))
+def choose(call: ContextParallelCall, tensors: Sequence[Tensor], method: str) -> str:
+    """Return the method's name; raise an error if it cannot run the call."""
+    if not call.ranks.axes:
+        return make_plan(call, tensors, method).method
+    name = "all_gather" if method == "all_gather" else "ring"
+    reason = method_of(name, call, tensors).cost(call, tensors).declines
+    if reason is not None:
+        raise ValueError(f"mesh: {reason}")
+    if method not in ("auto", name):
+        raise ValueError(f"method: must be 'auto', 'ring' or 'all_gather' with a mesh of two axes, got {method!r}")
+    if call.options.dropout_p:
+        raise NotImplementedError("dropout_p: dropout is not taken with a mesh of two axes")
+    return name
 
 
-def _all_to_all(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
-    """Trade rows for heads, and make one local call with all rows of this rank's heads."""
-    queries, keys = Chunk(0, 0, call.sizes.M), Chunk(0, 0, call.sizes.N)
-    local = [of_heads(call, x, slot) for x, slot in zip(tensors, call.slots, strict=True)]
-    first = call.ranks.rank * (call.sizes.H // call.ranks.size)
-    low: Tensor | None = None
-    if torch.is_grad_enabled():  # the local call keeps what its backward needs
-        o, lse = call.attend(local, queries, keys, first_head=first, return_lse=return_lse)
-    else:
-        o, found, low = call.outputs(local, queries, keys, first_head=first)
-        assert found is not None
-        lse = found
-    return Outputs(
-        to_rows(o, call.ranks, 1, 2), to_rows(lse, call.ranks, 1, 2) if return_lse else lse,
-        None if low is None else to_rows(low, call.ranks, 1, 2),
-    )  # fmt: skip
+def make_plan(call: ContextParallelCall, tensors: Sequence[Tensor], method: str) -> ContextParallelPlan:
+    """Return the plan of a call; raise a ValueError if ``method`` cannot run it."""
+    costs = tuple(make(call, tensors).cost(call, tensors) for make in METHODS.values())
+    q, _, v = tensors[:3]
+    flops = tuple(2 * (q.shape[3] + v.shape[3]) * call.pairs(rank) for rank in range(call.ranks.size))
+    if method != "auto":
+        asked = next(cost for cost in costs if cost.method == method)
+        if asked.declines is not None:
+            raise ValueError(f"method: {method!r} cannot run this call: {asked.declines}")
+        return ContextParallelPlan(method, "asked for", flops, costs)
+    least = min((cost for cost in costs if cost.declines is None), key=_order)
+    reason = "its transfers hide behind products" if least.hidden else "sends the fewest bytes that nothing hides"
+    return ContextParallelPlan(least.method, reason, flops, costs)
 
 
-def of_heads(call: ShardedCall, x: Tensor, slot: Slot) -> Tensor:
-    ranks, split = call.ranks, slot.rows if slot.rows is not None else slot.keys
-    if slot.heads is None:
-        return x if split is None else gather(x, ranks, split)
-    if split is not None:
-        return to_heads(x, ranks, slot.heads, split)
-    count = x.shape[slot.heads] // ranks.size
-    return x.narrow(slot.heads, ranks.rank * count, count)
-
-
-def _ring(call: ShardedCall, tensors: Sequence[Tensor], return_lse: bool) -> Outputs:
-    return by_parts(call, tensors, ring)
-
-
-METHODS: dict[str, Method] = {"all_gather": _all_gather, "ring": _ring, "all_to_all": _all_to_all}
+def _order(cost: Cost) -> tuple[int, int]:
+    """Return the sort key: exposed bytes, then fewer calls and no steps that wait for each other."""
+    return cost.exposed_bytes, ("all_gather", "all_to_all", "ring").index(cost.method)

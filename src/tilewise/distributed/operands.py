@@ -7,23 +7,25 @@ have the positions of their first query and key.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.backends import Outputs, lse_dtype
+from tilewise.backends import Outputs
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
+from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import Term, shape_of, wide
-from tilewise.distributed.documents import SeenKeys
+from tilewise.distributed.documents import Documents, SeenKeys
 from tilewise.distributed.layout import Chunk, Ranks, local_band
-from tilewise.frontend.arguments import Call, Seed, check_dropout_seed, check_inputs, read_call, seed_tensor
+from tilewise.frontend.arguments import Bias, Call, Seed, check_dropout_seed, check_inputs, read_call, seed_tensor
 from tilewise.frontend.autocast import autocast
+from tilewise.frontend.keywords import unexpected
+from tilewise.frontend.varlen import read_packed
 from tilewise.masks.block_sparse import TileMask, is_block_mask
-from tilewise.operator.autograd import attention_op, attention_outputs
+from tilewise.operator.autograd import attention_outputs
 from tilewise.operator.seed import drawn_seed
 from tilewise.spec import dropout
 from tilewise.spec.checks import check_flag, check_qkv
@@ -33,8 +35,9 @@ from tilewise.spec.score import Band, Window, check_numbers
 from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
 from tilewise.spec.tiles import visible_pairs
 
-FUNCTION = "context_parallel_attention"
+FUNCTION, PACKED_FUNCTION = "context_parallel_attention", "context_parallel_varlen_attention"
 KEY_STEP = 256  # no tile of keys is larger, so cuts are at whole tiles and addresses stay aligned
+# About 7 ms of a Hopper GPU. With fewer, the tails of launches leave more of the GPU idle than collectives take.
 GROUP_FLOPS = 4e12
 
 
@@ -50,6 +53,29 @@ class CallOptions(NamedTuple):
     dropout_p: float = 0.0
 
 
+class Arguments(NamedTuple):
+    """The arguments of a call on shards, as given."""
+
+    qkv: tuple[Tensor, Tensor, Tensor]
+    bias: Bias
+    mask: Tensor | None
+    sink: Tensor | None
+    dropout_seed: Seed
+    options: CallOptions
+    unknown: dict[str, Any]  # keywords
+    method: str = "auto"
+    validate: bool = False
+    return_lse: bool = True
+    function: str = FUNCTION  # of which errors speak
+
+    def refuse(self) -> None:
+        """Raise an error that names an unknown keyword."""
+        for name in self.unknown:
+            if self.function == FUNCTION and name.startswith(("cu_seqlens", "seqused", "max_seqlen")):
+                raise NotImplementedError(f"{name}: {FUNCTION} takes no packed batches: {PACKED_FUNCTION}")
+            raise unexpected(self.function, self.unknown)
+
+
 class Slot(NamedTuple):
     """A tensor's name and axes; None: it does not have the axis, or broadcasts along it."""
 
@@ -62,7 +88,12 @@ class Slot(NamedTuple):
     @property
     def replicated(self) -> bool:
         """True if the tensor is equal on all ranks."""
-        return self.rows is None and self.keys is None
+        return self.split is None
+
+    @property
+    def split(self) -> int | None:
+        """Return the axis along which the tensor is split."""
+        return self.rows if self.rows is not None else self.keys
 
 
 class Piece(NamedTuple):
@@ -73,16 +104,18 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedCall:
-    """A call on shards: its options, and the axes of its tensors."""
+class ContextParallelCall:
+    """A call on shards of a sequence or of a packed batch: its options, and the axes of its tensors. Of a packed batch
+    q, k, v and o are (1, H, tokens, D), as in backends."""
 
     ranks: Ranks
-    sizes: Sizes  # of the whole sequence
+    sizes: Sizes  # of the whole sequence, or batch
     options: CallOptions
     slots: tuple[Slot, ...]  # of q, k, v, then of bias, mask and sink
     pieces: tuple[Piece, ...]  # of the bias
     mask: int | None  # index of the tensor
     sink: int | None
+    device: torch.device
     seed: Tensor | None = None  # of dropout; has no slot
     drawn: bool = False  # this rank drew the seed; the first rank's is used
 
@@ -95,6 +128,16 @@ class ShardedCall:
         return self.sizes.N // self.ranks.size
 
     @property
+    def documents(self) -> Documents | None:
+        """Return the split of a packed batch; None for a sequence."""
+        return self.ranks.split if isinstance(self.ranks.split, Documents) else None
+
+    @property
+    def seen(self) -> SeenKeys | None:
+        """Return the keys that local calls of a packed batch have; None: all keys."""
+        return None if self.documents is None else self.documents.seen(self.ranks.rank, self.device)
+
+    @property
     def band(self) -> Band:
         """Return the window of the whole sequence, where the last query sees the last key."""
         return Band.aligned(self.options.causal, self.options.window, self.sizes.N - self.sizes.M)
@@ -102,14 +145,25 @@ class ShardedCall:
     @property
     def row_chunks(self) -> tuple[Chunk, ...]:
         """Return the chunks of this rank's queries; each is one local call."""
+        if self.documents is not None:
+            return self.documents.parts(self.ranks.rank, self.options.causal, self.device)
         return self.ranks.chunks(self.queries)
+
+    @property
+    def everything(self) -> tuple[Chunk, Chunk]:
+        """Return all queries and all keys, as one call."""
+        keys = Chunk(0, 0, self.sizes.N)
+        return (Chunk(0, 0, self.sizes.M) if self.documents is None else self.documents.whole(self.device)), keys
 
     def keeps_low_bits(self, dtype: torch.dtype) -> bool:
         """True if outputs in this dtype have low bits."""
         return keeps_low_bits(dtype, dropout.threshold(self.options.dropout_p))
 
     def seen_keys(self, query: Chunk) -> Chunk:
-        """Return the keys that these queries see, in whole `KEY_STEP`s; some if they see none."""
+        """Return the keys that these queries see, in whole `KEY_STEP`s; some if they see none. Of a packed batch the
+        keys are this rank's, or `seen`."""
+        if self.seen is not None:
+            return Chunk(0, 0, self.keys if query.is_local else self.seen.count)
         band, last = local_band(self.band, query.start, 0), self.sizes.N - 1
         first = 0 if band.lo is None else min(max(band.lo, 0), last) // KEY_STEP * KEY_STEP
         end = last if band.hi is None else min(max(query.length - 1 + band.hi, first), last)
@@ -117,7 +171,10 @@ class ShardedCall:
         return Chunk(first, first, end - first)
 
     def pairs(self, rank: int) -> int:
-        """Return the number of visible pairs of that rank's queries, over batch and heads."""
+        """Return the number of visible pairs of that rank's queries, over batch and heads. Windows of packed batches do
+        not count."""
+        if self.documents is not None:
+            return self.sizes.H * self.documents.pairs(rank, self.options.causal)
         chunks = self.ranks.split.chunks(rank, self.queries)
         seen = sum(visible_pairs(x.length, self.sizes.N, local_band(self.band, x.start, 0)) for x in chunks)
         return self.sizes.B * self.sizes.H * seen
@@ -125,20 +182,19 @@ class ShardedCall:
     @property
     def hop_pairs(self) -> int:
         """Return the number of pairs of this rank's queries and another's keys, over batch and heads."""
+        if self.documents is not None:
+            return self.pairs(self.ranks.rank) // self.ranks.size
         return self.sizes.B * self.sizes.H * self.queries * self.keys
 
     @property
     def group_flops(self) -> float:
-        """Return the least forward FLOPs of a group of heads on one rank, about 7 ms of a Hopper GPU. With fewer, the
-        tails of launches leave more of the GPU idle than collectives take."""
-        return GROUP_FLOPS
+        """Return the least forward FLOPs of a group of heads on one rank."""
+        return GROUP_FLOPS if self.documents is None else self.documents.group_flops
 
-    def declines(self, method: str) -> str | None:
-        """Return why the method cannot run the call; None if it can."""
-        for name, heads in (("query heads", self.sizes.H), ("key/value heads", self.sizes.Hkv)):
-            if method == "all_to_all" and heads % self.ranks.size:
-                return f"the {heads} {name} do not divide by {self.ranks.size} ranks"
-        return None
+    @property
+    def sent_share(self) -> float:
+        """Return the share of its keys that a rank sends in an all-gather."""
+        return 1.0 if self.documents is None else self.documents.sent_share
 
     @property
     def causal_alone(self) -> bool:
@@ -146,21 +202,6 @@ class ShardedCall:
         counts = any(piece.term is not None and not isinstance(piece.term, LowRankBias) for piece in self.pieces)
         columns = any(slot.columns is not None for slot in self.slots)
         return self.band == Band(None, 0) and not (counts or columns or self.options.dropout_p)
-
-    @property
-    def seen(self) -> SeenKeys | None:
-        """Return the keys that local calls of a packed batch have; None: all keys."""
-        return None
-
-    def is_local(self, query: Chunk) -> bool:
-        """True if ``query`` is all rows of the shard, with this rank's keys alone: its own sequences of a packed batch.
-        Rows of other sequences give 0 there."""
-        return False
-
-    @property
-    def sent_share(self) -> float:
-        """Return the share of its keys that a rank sends in an all-gather."""
-        return 1.0
 
     @property
     def moving(self) -> list[int]:
@@ -180,55 +221,46 @@ class ShardedCall:
                 bias.append(tensors[piece.fields[""]])
                 continue
             fields: dict[str, Any] = {name: tensors[n] for name, n in piece.fields.items()}
-            if not isinstance(piece.term, LowRankBias):
+            if query.lengths is None and not isinstance(piece.term, LowRankBias):
                 at: Any = piece.term
                 first = self.sizes.N - self.sizes.M if at.query_start is None else at.query_start
                 fields |= {"query_start": first + query.start, "key_start": at.key_start + key.start}
-            bias.append(dataclasses.replace(piece.term, **fields))  # type: ignore[type-var]
-        options = self.options._asdict() | {"causal": False, "window": None}
-        call = read_call(
-            *tensors[:3],
-            bias=None if not bias else bias[0] if len(bias) == 1 else tuple(bias),
-            mask=None if self.mask is None else tensors[self.mask],
-            sink=tensors[self.sink] if sink and self.sink is not None else None,
-            dropout_seed=self.seed,
-            **options,
-        )
-        score = call.score
-        band = score.band.both(local_band(self.band, query.start, key.start))
-        origin = dropout.Origin(query.start, key.start, first_head) if score.dropout else score.origin
-        return call._replace(score=dataclasses.replace(score, band=band, origin=origin))
-
-    def attend(
-        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0,
-        return_lse: bool = True,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """``(o, lse)`` of these queries and keys."""
-        local = self.local(tensors, query, key, sink=sink, first_head=first_head)
-        o, lse = attention_op(*local, return_lse=return_lse)
-        if lse is None:  # not requested
-            lse = o.new_empty(0, dtype=lse_dtype(o.dtype))
-        return o, lse
+            bias.append(replace(piece.term, **fields))  # type: ignore[type-var]
+        given: dict[str, Any] = {
+            **self.options._asdict(),
+            "bias": None if not bias else bias[0] if len(bias) == 1 else tuple(bias),
+            "mask": None if self.mask is None else tensors[self.mask],
+            "sink": tensors[self.sink] if sink and self.sink is not None else None,
+            "dropout_seed": self.seed,
+        }
+        if query.lengths is not None:
+            q, k, v = (x.squeeze(0).transpose(0, 1) for x in tensors[:3])
+            call = read_packed(q, k, v, query.lengths, query.longest, **given)
+            band, origin = call.score.band, dropout.Origin(head=first_head)
+        else:
+            call = read_call(*tensors[:3], **given | {"causal": False, "window": None})
+            band = call.score.band.both(local_band(self.band, query.start, key.start))
+            origin = dropout.Origin(query.start, key.start, first_head)
+        score = replace(call.score, band=band, origin=origin if call.score.dropout else call.score.origin)
+        return call._replace(score=score)
 
     def outputs(
         self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0
     ) -> Outputs:
         """Return the outputs of these queries and keys with the low bits of o, without a derivative."""
-        inputs, score, deterministic, backend = self.local(tensors, query, key, sink=sink, first_head=first_head)
-        return attention_outputs(inputs, score, deterministic, backend)
+        return attention_outputs(*self.local(tensors, query, key, sink=sink, first_head=first_head))
 
     # --- views of tensors ---
 
-    def cut_rows(self, n: int, x: Tensor, query: Chunk) -> Tensor:
-        axis = self.slots[n].rows
-        return x if axis is None else x.narrow(axis, query.local, query.length)
-
     def cut_one(self, n: int, x: Tensor, query: Chunk, key: Chunk) -> Tensor:
         """Return the view for these queries and keys of ``x``, which has the axes of tensor ``n``."""
-        slot, x = self.slots[n], self.cut_rows(n, x, query)
-        if slot.keys is not None:
-            x = x.narrow(slot.keys, key.local, key.length)
-        return x if slot.columns is None else x.narrow(slot.columns, key.start, key.length)
+        slot = self.slots[n]
+        for axis, first, length in (
+            (slot.rows, query.local, query.length), (slot.keys, key.local, key.length),
+            (slot.columns, key.start, key.length),
+        ):  # fmt: skip
+            x = x if axis is None else x.narrow(axis, first, length)
+        return x
 
     def cut(self, tensors: Sequence[Tensor], query: Chunk, key: Chunk) -> list[Tensor]:
         return [self.cut_one(n, x, query, key) for n, x in enumerate(tensors)]
@@ -341,40 +373,102 @@ class Reader:
             raise ValueError(f"{name}: must be on q's device {self.tensors[0].device}, got {x.device}")
 
 
-def read(
-    qkv: tuple[Tensor, Tensor, Tensor], bias: Any, mask: Tensor | None, sink: Tensor | None, ranks: Ranks,
-    options: CallOptions, dropout_seed: Seed = None,
-) -> tuple[ShardedCall, list[Tensor]]:  # fmt: skip
+class PackedReader(Reader):
+    """The reader of the tensors of a packed batch; q, k and v are as in `ContextParallelCall`."""
+
+    function = PACKED_FUNCTION
+
+    def operand(self, name: str, x: Tensor) -> int:
+        check_tensor(name, x)
+        self._same_device(name, x)
+        x = x[None] if x.dim() == 1 else x
+        if x.dim() == 2 and x.shape[1] == self.keys:
+            return self.put(x, Slot(name, 0, None, 1))
+        if x.dim() == 3 and x.shape[1:] == (self.queries, 1):
+            return self.put(x, Slot(name, 0, 1))
+        if x.dim() == 4:
+            raise NotImplementedError(f"{name}: {self.function} takes no padded tensor, got shape {shape_of(x)}")
+        raise ValueError(
+            f"{name}: shape {shape_of(x)} is neither along this rank's keys, (1|H, {self.keys}), nor along its "
+            f"queries, (1|H, {self.queries}, 1)"
+        )
+
+    def sink(self, x: Tensor) -> int:
+        self._same_device("sink", x)
+        if x.dim() == 1:
+            return self.put(x, Slot("sink", 0))
+        if x.dim() != 2 or x.shape[1] != self.queries:
+            raise ValueError(
+                f"sink: expected one logit for each head, (H|1,), or for each of this rank's queries, "
+                f"(1|H, {self.queries}), got shape {shape_of(x)}"
+            )
+        return self.put(x, Slot("sink", 0, 1))
+
+    def term(self, term: Term) -> Piece:
+        if isinstance(term, RaggedBias):
+            raise NotImplementedError(
+                f"bias: RaggedBias is not taken by {self.function}: its pairs have no rows to split"
+            )
+        if not isinstance(term, RelativeBias) or (term.values.dim() == 4 and term.values.shape[2] == 1):
+            return super().term(term)
+        values, name, on_query = term.values, "RelativeBias.values", term.on == "query"
+        rows = self.queries if on_query else self.keys
+        if values.dim() != 3 or values.shape[0] != rows:
+            raise ValueError(f"{name}: expected this rank's tokens, ({rows}, H|Hkv|1, R), got shape {shape_of(values)}")
+        return Piece(term, {"values": self.put(values, Slot(name, 1, 0) if on_query else Slot(name, 1, None, 0))})
+
+
+def read(ranks: Ranks, given: Arguments) -> tuple[ContextParallelCall, list[Tensor]]:
     """Return the call and its tensors, checked as far as one rank can."""
-    given = {**dict(zip("qkv", qkv, strict=True)), "bias": bias, "mask": mask, "sink": sink}
-    for name, x in given.items():
+    (q, k, v), bias, mask, sink, seed, options = given[:6]
+    kind = PackedReader if isinstance(ranks.split, Documents) else Reader
+    for name, x in {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}.items():
         if is_dtensor(x):
-            raise NotImplementedError(f"{name}: {FUNCTION} takes no DTensor; pass this rank's shard, {name}.to_local()")
+            raise NotImplementedError(
+                f"{name}: {kind.function} takes no DTensor; pass this rank's shard, {name}.to_local()"
+            )
     if isinstance(mask, TileMask) or is_block_mask(mask):
         raise NotImplementedError(
             f"mask: {FUNCTION} takes no {type(mask).__name__} yet, whose tiles are those of all rows; pass this rank's "
             "rows of a bool mask"
         )
-    check_inputs(*qkv, bias, mask, sink)
-    check_qkv(*qkv)
+    check_inputs(q, k, v, bias, mask, sink)
+    if kind is Reader:
+        check_qkv(q, k, v)
     check_numbers(options.window, dropout_p=options.dropout_p, scale=options.scale, softcap=options.softcap)
     check_flag("causal", options.causal)
-    if dropout_seed is not None:
-        check_dropout_seed(dropout_seed, qkv[0])
-    q, k, v = autocast(*qkv)
-    _check_lengths(q, k, ranks, alone=bias is None and mask is None and sink is None)
-    reader = Reader(q, k, v, ranks)
+    if seed is not None:
+        check_dropout_seed(seed, q)
+    if kind is Reader:
+        q, k, v = autocast(q, k, v)
+        _check_lengths(q, k, ranks, alone=bias is None and mask is None and sink is None)
+    else:
+        _check_tokens(given.qkv, ranks)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in autocast(q, k, v))
+    reader = kind(q, k, v, ranks)
     pieces = reader.pieces(bias)
     mask_at = None if mask is None else reader.operand("mask", mask)
     sink_at = None if sink is None else reader.sink(sink)
-    B, H, M, _ = q.shape
-    sizes = Sizes(B, H, k.shape[1], M * ranks.size, k.shape[2] * ranks.size)
-    seed, drawn = None, False
+    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2] * ranks.size, k.shape[2] * ranks.size)
+    drawn = bool(options.dropout_p) and seed is None
+    numbers = None
     if options.dropout_p:
-        drawn = dropout_seed is None
-        seed = drawn_seed(q) if dropout_seed is None else seed_tensor(dropout_seed, q.device)
-    call = ShardedCall(ranks, sizes, options, tuple(reader.slots), tuple(pieces), mask_at, sink_at, seed, drawn)
+        numbers = drawn_seed(q) if seed is None else seed_tensor(seed, q.device)
+    call = ContextParallelCall(
+        ranks, sizes, options, tuple(reader.slots), tuple(pieces), mask_at, sink_at, q.device, numbers, drawn
+    )
     return call, reader.tensors
+
+
+def _check_tokens(qkv: tuple[Tensor, Tensor, Tensor], ranks: Ranks) -> None:
+    tokens = ranks.split.offsets[-1]
+    rows = tokens // ranks.size
+    for name, x in zip("qkv", qkv, strict=True):
+        if x.dim() != 3 or x.shape[0] != rows or x.numel() == 0:
+            raise ValueError(
+                f"{name}: expected this rank's {rows} of the {tokens} tokens of cu_seqlens, ({rows}, heads, head_dim), "
+                f"got shape {shape_of(x)}"
+            )
 
 
 def _check_lengths(q: Tensor, k: Tensor, ranks: Ranks, alone: bool) -> None:

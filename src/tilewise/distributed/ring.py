@@ -9,7 +9,7 @@ Source: Ring Attention (arXiv 2310.01889); the LSE merge and the backward by par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from tilewise.backends import Outputs, sink_gradient
 from tilewise.bias.terms import wide
-from tilewise.distributed.autograd import as_bytes
+from tilewise.distributed.autograd import as_bytes, part_gradients
 from tilewise.distributed.layout import Chunk, Ranks, ring_steps, sees
-from tilewise.distributed.operands import ShardedCall
+from tilewise.distributed.operands import ContextParallelCall
+from tilewise.distributed.plan import Cost, Method, Saved, hides, moving_bytes
 from tilewise.merge import combine
 from tilewise.spec.rounding import low_bits, with_low_bits
 
 # Tags of messages: gloo needs them to tell keys from gradients under way at the same time.
 _KEYS, _GRADIENTS = 0, 1000
-PartGradients = Callable[..., list[Tensor | None]]
 
 
 class Passing:
@@ -49,7 +49,7 @@ class Passing:
         return self.received
 
 
-def _parts(call: ShardedCall, step: int) -> list[tuple[Chunk, Chunk]]:
+def _parts(call: ContextParallelCall, step: int) -> list[tuple[Chunk, Chunk]]:
     """Return this rank's pairs of chunks in a step: some of its queries, and keys of another's shard that they see.
 
     With a head and a tail, a causal mask, and nothing else that depends on positions, a step is one call: chunks of a
@@ -66,33 +66,88 @@ def _parts(call: ShardedCall, step: int) -> list[tuple[Chunk, Chunk]]:
     return [(query, key) for query in queries for key in keys if sees(call.band, query, key)]
 
 
-def _steps(call: ShardedCall) -> int:
+def _steps(call: ContextParallelCall) -> int:
     return ring_steps(call.band, call.ranks.split, call.queries, call.keys)
 
 
-def forward(call: ShardedCall, tensors: Sequence[Tensor]) -> Outputs:
-    tensors, steps = list(tensors), _steps(call)
-    moving = call.moving
-    q, v = tensors[0], tensors[2]
-    o = wide(q.new_zeros(*q.shape[:3], v.shape[3]))
-    lse = o.new_full(o.shape[:3], -torch.inf)
-    for step in range(steps):
-        coming = None
-        if step + 1 < steps:
-            coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS)
-        for query, key in _parts(call, step):
-            part, part_lse, part_low = call.outputs(call.cut(tensors, query, key), query, key, sink=False)
-            assert part_lse is not None
-            rows, rows_lse = (x.narrow(2, query.local, query.length) for x in (o, lse))
-            _add_part(rows, rows_lse, with_low_bits(part, part_low), part_lse)
-        if coming is not None:
-            for n, x in zip(moving, coming.wait(), strict=True):
-                tensors[n] = x
-    if call.sink is not None:
-        o, lse = combine([o], [lse], tensors[call.sink])
-    rounded = o.to(q.dtype)
-    low = low_bits(o, rounded) if call.keeps_low_bits(q.dtype) else None
-    return Outputs(rounded, lse, low)
+class Ring(Method):
+    """The ring method."""
+
+    def forward(
+        self, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool, return_low: bool
+    ) -> tuple[Outputs, Saved]:
+        given, tensors, steps = tensors, list(tensors), _steps(call)
+        moving = call.moving
+        q, v = tensors[0], tensors[2]
+        o = wide(q.new_zeros(*q.shape[:3], v.shape[3]))
+        lse = o.new_full(o.shape[:3], -torch.inf)
+        for step in range(steps):
+            coming = None
+            if step + 1 < steps:
+                coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS)
+            for query, key in _parts(call, step):
+                part, part_lse, part_low = call.outputs(call.cut(tensors, query, key), query, key, sink=False)
+                assert part_lse is not None
+                rows, rows_lse = (x.narrow(2, query.local, query.length) for x in (o, lse))
+                _add_part(rows, rows_lse, with_low_bits(part, part_low), part_lse)
+            if coming is not None:
+                for n, x in zip(moving, coming.wait(), strict=True):
+                    tensors[n] = x
+        if call.sink is not None:
+            o, lse = combine([o], [lse], tensors[call.sink])
+        rounded = o.to(q.dtype)
+        outputs = Outputs(rounded, lse, low_bits(o, rounded) if call.keeps_low_bits(q.dtype) else None)
+        return outputs, Saved(given, outputs)
+
+    def backward(
+        self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        (given, outputs), steps = saved, _steps(call)
+        tensors = list(given)
+        moving = call.moving
+        asked = [needs[n] if n != call.sink else False for n in range(len(tensors))]
+        totals = [call.accumulator(n, x) if asked[n] else None for n, x in enumerate(tensors)]
+        leaving = [n for n in moving if asked[n]]
+        behind: Passing | None = None
+        for step in range(steps):
+            coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS) if step + 1 < steps else None
+            for n in leaving:
+                totals[n] = call.accumulator(n, tensors[n])
+            for at in _parts(call, step):
+                rows = _rows(outputs, at[0]), _rows(cotangents, at[0])
+                grads = part_gradients(call, call.cut(tensors, *at), *rows, at, asked)
+                for m, grad in enumerate(grads):
+                    total = totals[m]
+                    if grad is not None and total is not None:
+                        call.cut_one(m, total, *at).add_(grad)
+            if behind is not None:
+                for n, x in zip(leaving, behind.wait(), strict=True):
+                    mine = totals[n]
+                    assert mine is not None
+                    totals[n] = x.add_(mine)
+            if leaving and steps > 1:
+                gone = [totals[n] for n in leaving]
+                hop = 1 if step + 1 < steps else 1 - steps  # after the last step directly to the keys' rank
+                behind = Passing(call.ranks, gone, hop, _GRADIENTS)  # type: ignore[arg-type]
+            if coming is not None:
+                for n, x in zip(moving, coming.wait(), strict=True):
+                    tensors[n] = x
+        if behind is not None:
+            for n, x in zip(leaving, behind.wait(), strict=True):
+                totals[n] = x
+        if call.sink is not None and needs[call.sink]:
+            totals[call.sink] = _sink_gradient(given[call.sink], outputs, cotangents)
+        return [None if total is None else total.to(x.dtype) for x, total in zip(given, totals, strict=True)]
+
+    def cost(self, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Cost:
+        if call.documents is not None:
+            return Cost("ring", 0, 0, 0, declines="it takes no packed batches")
+        hops = _steps(call) - 1
+        keys, grads = moving_bytes(call, tensors)
+        hidden = hops == 0 or hides(call, tensors, keys)
+        backward = hops * (keys + grads) + (grads if hops else 0)
+        home = grads if hops else 0
+        return Cost("ring", hops * keys, backward, keys + 2 * grads if hops else 0, hidden, last_bytes=home)
 
 
 def _add_part(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -106,48 +161,6 @@ def _add_part(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(torch.where(seen, total.log() + most, -torch.inf))
     total.masked_fill_(~seen, 1.0)
     o.mul_((weight / total)[..., None]).add_(part.to(o.dtype).mul_((part_weight / total)[..., None]))
-
-
-def backward(
-    call: ShardedCall, tensors: Sequence[Tensor], outputs: Outputs, cotangents: Outputs, needs: Sequence[bool],
-    part_gradients: PartGradients,
-) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of ``tensors``; ``outputs`` are those of whole rows, including the sink."""
-    given, tensors, steps = tensors, list(tensors), _steps(call)
-    moving = call.moving
-    asked = [needs[n] if n != call.sink else False for n in range(len(tensors))]
-    totals = [call.accumulator(n, x) if asked[n] else None for n, x in enumerate(tensors)]
-    leaving = [n for n in moving if asked[n]]
-    behind: Passing | None = None
-    for step in range(steps):
-        coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS) if step + 1 < steps else None
-        for n in leaving:
-            totals[n] = call.accumulator(n, tensors[n])
-        for at in _parts(call, step):
-            rows = [_rows(x, at[0]) for x in (outputs, cotangents)]
-            grads = part_gradients(call, call.cut(tensors, *at), at, *rows, asked)
-            for m, grad in enumerate(grads):
-                total = totals[m]
-                if grad is not None and total is not None:
-                    call.cut_one(m, total, *at).add_(grad)
-        if behind is not None:
-            for n, x in zip(leaving, behind.wait(), strict=True):
-                mine = totals[n]
-                assert mine is not None
-                totals[n] = x.add_(mine)
-        if leaving and steps > 1:
-            gone = [totals[n] for n in leaving]
-            hop = 1 if step + 1 < steps else 1 - steps  # after the last step directly to the keys' rank
-            behind = Passing(call.ranks, gone, hop, _GRADIENTS)  # type: ignore[arg-type]
-        if coming is not None:
-            for n, x in zip(moving, coming.wait(), strict=True):
-                tensors[n] = x
-    if behind is not None:
-        for n, x in zip(leaving, behind.wait(), strict=True):
-            totals[n] = x
-    if call.sink is not None and needs[call.sink]:
-        totals[call.sink] = _sink_gradient(given[call.sink], outputs, cotangents)
-    return [None if total is None else total.to(x.dtype) for x, total in zip(given, totals, strict=True)]
 
 
 def _rows(x: Outputs, chunk: Chunk) -> Outputs:

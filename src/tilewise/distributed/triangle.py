@@ -10,7 +10,6 @@ Source: FastFold (arXiv 2203.00854), section on dynamic axial parallelism; for t
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.api import attention
-from tilewise.distributed.agreement import agree, agreed
+from tilewise.distributed.agreement import Description, settled
 from tilewise.distributed.autograd import gather, to_heads
 from tilewise.distributed.layout import Ranks
 from tilewise.spec.checks import DTYPES, broadcasts, check_flag, check_qkv
@@ -99,19 +98,13 @@ def _run(
     qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor, mask: Tensor | None, scale: float | None, return_aux: bool,
     ranks: Ranks, validate: bool,
 ) -> Any:  # fmt: skip
-    failure: Exception | None = None
-    description = None
-    known = False
-    try:
+    def read() -> tuple[Description, Description, None]:
         check_flag("validate", validate)
         check_flag("return_aux", return_aux)
         _check(*qkv, bias, mask, ranks)
-        description = _description(qkv, bias, mask, scale, return_aux)
-        known = agreed(ranks, description) is not None
-    except (ValueError, TypeError, NotImplementedError) as error:
-        failure = error
-    if not known or validate:
-        agree(ranks, description, FUNCTION, failure)
+        return _description(qkv, bias, mask, scale, return_aux), (), None
+
+    settled(ranks, validate, read, lambda _: FUNCTION)
     whole = gather(bias, ranks, bias.dim() - 2)
     seen = mask if mask is None or mask.dtype == torch.bool else mask != 0
     q, k, v = (x if x.dim() == 5 else x[None] for x in qkv)
@@ -121,7 +114,7 @@ def _run(
 
 def _description(
     qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor | None, scale: float | None, return_aux: bool
-) -> tuple[tuple[str, Hashable], ...]:
+) -> Description:
     """Return (name, value) pairs that must be equal on all ranks."""
     named = {**dict(zip("qkv", qkv, strict=True)), "bias": bias}
     layouts = [(name, (tuple(x.shape), x.dtype, x.requires_grad)) for name, x in named.items()]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tilewise.distributed.head_groups import groups_of
 from tilewise.distributed.layout import LoadBalancer, Ranks, Split
-from tilewise.distributed.operands import CallOptions, read
-from tilewise.distributed.plan import make_plan
+from tilewise.distributed.methods import make_plan
+from tilewise.distributed.operands import Arguments, CallOptions, read
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def predict(
     split = Split(ranks, 1 if load_balancer is None else 2)
     shards = [torch.empty(_part(x, ranks), dtype=x.dtype, device="meta").requires_grad_() for x in (q, k, v)]
     options = CallOptions(causal=causal, window=None, scale=None, softcap=None, deterministic=None, backend=None)
-    call, tensors = read((shards[0], shards[1], shards[2]), None, None, None, Ranks(None, 0, split, "meta"), options)
+    given = Arguments((shards[0], shards[1], shards[2]), None, None, None, None, options, {})
+    call, tensors = read(Ranks(None, 0, split, "meta"), given)
     plan = make_plan(call, tensors, "auto")
     stages = groups_of(call, tensors) if stages is None else stages
     busiest, total = max(plan.flops), sum(plan.flops)
