@@ -45,7 +45,7 @@ class Spans(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class SeenKeys:
     """The keys that a rank's queries from row ``first`` on see, and the indices (int64, on the device) that gather
-    them. The first axis of tensors passed to methods is that of keys, or of a shard's rows."""
+    them: `layout.AllKeys` of a packed batch. `going` writes what stays on this rank to the shard's gradient."""
 
     size: int  # ranks
     first: int
@@ -56,34 +56,33 @@ class SeenKeys:
     at: Tensor  # indices in the rows that all ranks send, end to end, of those that are among these keys
     place: Tensor  # their indices in these keys
 
-    @property
-    def travels(self) -> bool:
-        return len(self.sent) > 0
+    def leaving(self, shard: Tensor, axis: int) -> Tensor | None:
+        # Rows outermost are reordered in one pass.
+        return shard.movedim(axis, 0).index_select(0, self.sent) if len(self.sent) else None
 
-    def leaving(self, shard: Tensor) -> Tensor:
-        """Return the rows that this rank sends."""
-        return shard.index_select(0, self.sent)
+    def together(self, shard: Tensor, stacked: Tensor | None, axis: int) -> Tensor:
+        found = shard = shard.movedim(axis, 0)[self.first :]
+        if self.own is not None:
+            found = shard.new_empty((self.count, *shard.shape[1:])).index_copy_(0, self.own, shard)
+            if stacked is not None:
+                found.index_copy_(0, self.place, stacked.index_select(0, self.at))
+        return found.movedim(0, axis)
 
-    def together(self, shard: Tensor, stacked: Tensor | None) -> Tensor:
-        """Return these keys, from this rank's shard and from the rows ``stacked`` that all ranks sent."""
-        shard = shard[self.first :]
-        if self.own is None:
-            return shard
-        found = shard.new_empty((self.count, *shard.shape[1:])).index_copy_(0, self.own, shard)
-        return found if stacked is None else found.index_copy_(0, self.place, stacked.index_select(0, self.at))
+    def added(self, total: Tensor | None, grad: Tensor, key: Chunk, axis: int) -> Tensor:
+        return grad if total is None else total.add_(grad)
 
-    def stay(self, total: Tensor, grad: Tensor) -> None:
-        """Copy this rank's rows of ``grad``, the gradient of these keys, into that of its shard, ``total``."""
+    def going(self, total: Tensor, grad: Tensor | None, axis: int) -> Tensor | None:
+        total = total.movedim(axis, 0)
+        grad = total[:0] if grad is None else grad.movedim(axis, 0)
         total[self.first :].copy_(grad if self.own is None else grad.index_select(0, self.own))
-
-    def going(self, grad: Tensor) -> Tensor:
-        """Return the rows for each rank of ``grad``, the gradient of these keys: (size, rows, ...)."""
+        if not len(self.sent):
+            return None
         found = grad.new_zeros((self.size * len(self.sent), *grad.shape[1:]))
         found.index_copy_(0, self.at, grad.index_select(0, self.place))
         return found.unflatten(0, (self.size, -1))
 
-    def arrive(self, total: Tensor, grad: Tensor) -> None:
-        """Copy the sums over ranks of what `going` sent here into the gradient of this rank's rows."""
+    def arrive(self, total: Tensor, grad: Tensor, axis: int) -> None:
+        total = total.movedim(axis, 0)
         total.index_copy_(0, self.sent[: self.mine], grad[: self.mine].to(total.dtype))
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tilewise.backends import Outputs, empty_output, lse_dtype
 from tilewise.bias import LowRankBias
-from tilewise.distributed.autograd import all_gather, all_to_all, as_bytes, gathered, part_gradients, scattered
+from tilewise.distributed.autograd import all_gather, all_to_all, as_bytes, part_gradients, scattered
 from tilewise.distributed.layout import Chunk
 from tilewise.distributed.operands import ContextParallelCall
 from tilewise.distributed.plan import Cost, Method, Saved, bytes_of, hides, moving_bytes, wide_bytes
@@ -79,30 +79,27 @@ class _Keys:
         self.call, self.tensors, self.groups = call, tensors, groups
         self.by_heads = [n for n in call.moving if call.slots[n].heads is not None]
         # Key biases and masks without heads: small, and equal for all groups.
-        self.shared = {n: self._now(n) for n in call.moving if n not in self.by_heads}
+        found = {n: self._sent(n, tensors[n], async_op=False) for n in call.moving if n not in self.by_heads}
+        self.shared = {n: self._whole(n, coming) for n, coming in found.items()}
         self.coming: list[list[_Coming]] = []
         # With little to send, the rank's own sequences start first.
         moving = sum(tensors[n].numel() * tensors[n].element_size() for n in self.by_heads)
-        self.late = call.seen is not None and groups == 1 and call.sent_share * moving <= LATE
+        self.late = call.documents is not None and groups == 1 and call.sent_share * moving <= LATE
         for n in range(0 if self.late else min(AHEAD, groups)):
             self._issue(Group(n, groups))
 
-    def _now(self, n: int) -> Tensor:
-        x, seen, axis = self.tensors[n], self.call.seen, self.axis(n)
-        if seen is None:
-            return gathered(x, self.call.ranks, axis)
-        return self._whole(n, self._sent(n, x, async_op=False))
-
     def _sent(self, n: int, part: Tensor, async_op: bool) -> _Coming:
-        seen, size = self.call.seen, self.call.ranks.size
-        if seen is not None:  # rows outermost are reordered in one pass
-            part = part.movedim(self.axis(n), 0)
-            if not seen.travels:
-                return _Coming(part)
-        sent = as_bytes((part if seen is None else seen.leaving(part)).contiguous())
-        stacked = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+        sent = self.call.seen.leaving(part, self.call.moving[n])
+        if sent is None:
+            return _Coming(part)
+        sent = as_bytes(sent.contiguous())
+        stacked = sent.new_empty((self.call.ranks.size * sent.shape[0], *sent.shape[1:]))
         work = all_gather(stacked, sent, group=self.call.ranks.group, async_op=async_op)
         return _Coming(part, work, sent, stacked)
+
+    def _whole(self, n: int, coming: _Coming) -> Tensor:
+        stacked = None if coming.stacked is None else coming.stacked.view(coming.part.dtype)
+        return self.call.seen.together(coming.part, stacked, self.call.moving[n])
 
     def _issue(self, group: Group) -> None:
         parts = [(n, group.part(self.tensors[n], self.call.slots[n].heads)) for n in self.by_heads]
@@ -135,27 +132,6 @@ class _Keys:
         if rest:
             yield rest, [self.shared.get(at, x) for at, x in enumerate(found)]
 
-    def axis(self, n: int) -> int:
-        axis = self.call.slots[n].keys
-        assert axis is not None
-        return axis
-
-    def _whole(self, n: int, coming: _Coming) -> Tensor:
-        ranks, axis, seen = self.call.ranks, self.axis(n), self.call.seen
-        stacked = coming.stacked
-        if stacked is not None:
-            stacked = stacked.view(self.tensors[n].dtype)
-        if seen is not None:
-            return seen.together(coming.part, stacked).movedim(0, axis)
-        assert stacked is not None
-        shards = stacked.unflatten(0, (ranks.size, -1))
-        shape = list(shards.shape[1:])
-        shape[axis] *= ranks.size
-        whole = stacked.new_empty(shape)
-        for rank, chunk in ranks.split.all_chunks(shards.shape[axis + 1]):
-            whole.narrow(axis, chunk.start, chunk.length).copy_(shards[rank].narrow(axis, chunk.local, chunk.length))
-        return whole
-
 
 class _Gradients:
     """Gradients of tensors that move with the keys, sent to the keys' ranks group by group."""
@@ -171,70 +147,35 @@ class _Gradients:
             self._receive()
 
     def add(self, n: int, grad: Tensor, key: Chunk) -> None:
-        """Add a gradient of the keys ``key`` to the buffer of tensor ``n``; the first call writes it."""
-        ranks, axis, first = self.call.ranks, self.axis(n), n not in self.filling
-        if self.call.seen is not None:  # gradients of all its keys; send() reorders them
-            self.filling[n] = grad if first else self.filling[n].add_(grad)
-            return
-        if first:
-            shape = list(grad.shape)
-            shape[axis] = self.call.keys
-            self.filling[n] = grad.new_empty((ranks.size, *shape))
-        sent, split = self.filling[n], ranks.split
-        for rank, chunk in split.all_chunks(sent.shape[axis + 1]):
-            begin = min(max(key.start, chunk.start), chunk.start + chunk.length)
-            end = max(min(key.start + key.length, chunk.start + chunk.length), begin)
-            to = sent[rank].narrow(axis, chunk.local, chunk.length)
-            here = to.narrow(axis, begin - chunk.start, end - begin)
-            found = grad.narrow(axis, min(max(begin - key.start, 0), key.length), end - begin)
-            if not first:
-                here.add_(found)
-                continue
-            here.copy_(found)
-            to.narrow(axis, 0, begin - chunk.start).zero_()
-            to.narrow(axis, end - chunk.start, chunk.start + chunk.length - end).zero_()
+        """Add a gradient of the keys ``key`` to that of tensor ``n``."""
+        self.filling[n] = self.call.seen.added(self.filling.get(n), grad, key, self.call.moving[n])
 
     def send(self, group: Group) -> None:
-        ranks, seen, works = self.call.ranks, self.call.seen, []
+        works = []
         for n in self.moving:
-            if seen is None:
-                sent = self.filling[n]
-            else:
-                total = self._total(group, n)
-                grad = self.filling[n].movedim(self.axis(n), 0) if n in self.filling else total[:0]
-                seen.stay(total, grad)
-                if not seen.travels:
-                    continue
-                sent = seen.going(grad)
+            sent = self.call.seen.going(self._total(group, n), self.filling.get(n), self.call.moving[n])
+            if sent is None:
+                continue
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(
-                received.flatten(0, 1), sent.flatten(0, 1), group=ranks.group, async_op=True
+                received.flatten(0, 1), sent.flatten(0, 1), group=self.call.ranks.group, async_op=True
             )  # fmt: skip
             works.append((n, work, sent, received))
         self.filling = {}
         self.going.append((group, works))
 
-    def axis(self, n: int) -> int:
-        axis = self.call.slots[n].keys
-        assert axis is not None
-        return axis
-
     def _total(self, group: Group, n: int) -> Tensor:
-        """Return the group's part of a gradient of the shard; of a packed batch with rows as the first axis."""
+        """Return the group's part of a gradient of the shard."""
         whole = self.totals[n]
         assert whole is not None
-        total = group.part(whole, self.call.slots[n].heads)
-        return total if self.call.seen is None else total.movedim(self.axis(n), 0)
+        return group.part(whole, self.call.slots[n].heads)
 
     def _receive(self) -> None:
         group, works = self.going.pop(0)
         for n, work, _, received in works:
             work.wait()
-            total, grad = self._total(group, n), torch.sum(received, 0, dtype=lse_dtype(received.dtype))
-            if self.call.seen is None:
-                total.copy_(grad)
-            else:
-                self.call.seen.arrive(total, grad)
+            grad = torch.sum(received, 0, dtype=lse_dtype(received.dtype))
+            self.call.seen.arrive(self._total(group, n), grad, self.call.moving[n])
 
     def finish(self) -> None:
         while self.going:
@@ -297,7 +238,7 @@ class Gathered(Method):
                             leaving.add(n, grad, at[1])
                         else:
                             to = _place(call, n, totals[n], group, at)
-                            to.copy_(grad) if _is_one_each(call, n, groups) else to.add_(grad)
+                            to.copy_(grad) if _is_once(call, n, groups) else to.add_(grad)
                     del grads
                 del found
             leaving.send(group)
@@ -305,7 +246,7 @@ class Gathered(Method):
         for n in keys.shared:
             total = totals[n]
             if total is not None:
-                totals[n] = _home(call, total, keys.axis(n))
+                totals[n] = _home(call, total, call.moving[n])
         return [None if total is None else total.to(x.dtype) for x, total in zip(tensors, totals, strict=True)]
 
     def cost(self, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Cost:
@@ -359,44 +300,38 @@ def _place(
     assert total is not None
     slot, (query, key) = call.slots[n], at
     total = group.part(total, slot.heads)
-    if call.seen is None or slot.keys is None:
+    if call.documents is None or slot.keys is None:
         return call.cut_one(n, total, query, key)
     return total.narrow(slot.keys, 0 if query.is_local else call.keys, key.length)
 
 
 def _home(call: ContextParallelCall, total: Tensor, axis: int) -> Tensor:
     """Return this rank's rows of a gradient without heads, summed over ranks in float32."""
-    seen = call.seen
-    if seen is None:
+    if call.documents is None:
         return scattered(total, call.ranks, axis)
-    found, grad = total.movedim(axis, 0).split([call.keys, seen.count])
-    seen.stay(found, grad)
-    if seen.travels:
-        seen.arrive(found, all_to_all(seen.going(grad), call.ranks).sum(0))
-    return found.movedim(0, axis)
+    found, grad = total.split([call.keys, call.seen.count], axis)
+    sent = call.seen.going(found, grad, axis)
+    if sent is not None:
+        call.seen.arrive(found, all_to_all(sent, call.ranks).sum(0), axis)
+    return found
 
 
 def _is_once(call: ContextParallelCall, n: int, groups: int) -> bool:
-    """True if each element of the gradient is written once."""
+    """True if each element of the gradient is written once on this rank: that of rows, or that of keys whose gradients
+    are sent group by group."""
     slot = call.slots[n]
-    return slot.rows is not None and (slot.heads is not None or groups == 1)
-
-
-def _is_one_each(call: ContextParallelCall, n: int, groups: int) -> bool:
-    """True if `_is_once`, or if each element is written once on this rank and gradients are sent group by group."""
-    slot = call.slots[n]
-    return _is_once(call, n, groups) or (slot.keys is not None and slot.heads is not None)
+    return slot.split is not None and (slot.heads is not None or (slot.rows is not None and groups == 1))
 
 
 def _total(call: ContextParallelCall, n: int, x: Tensor, groups: int) -> Tensor:
     """Return the buffer for the gradient of tensor ``n``. For keys without heads of a packed batch: the rows of the
     shard, for local sequences, then `SeenKeys`."""
     slot = call.slots[n]
-    if _is_one_each(call, n, groups):
+    if _is_once(call, n, groups):
         return torch.zeros_like(x) if slot.columns is not None else torch.empty_like(x)
     shape = list(x.shape)
     if slot.keys is not None:
-        shape[slot.keys] = call.sizes.N if call.seen is None else call.keys + call.seen.count
+        shape[slot.keys] = call.seen.count if call.documents is None else call.keys + call.seen.count
     return x.new_zeros(shape, dtype=lse_dtype(x.dtype))
 
 

@@ -67,6 +67,58 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True)
+class AllKeys:
+    """All ``count`` keys of a sequence, in order: those that local calls have after a gathering. See also
+    `documents.SeenKeys`; ``axis`` is that of keys, or of a shard's rows."""
+
+    split: Split
+    count: int
+
+    def leaving(self, shard: Tensor, axis: int) -> Tensor | None:
+        """Return what this rank sends to all; None: nothing is sent."""
+        return shard
+
+    def together(self, shard: Tensor, stacked: Tensor | None, axis: int) -> Tensor:
+        """Return these keys, from this rank's shard and from what all ranks sent, end to end."""
+        assert stacked is not None
+        shards, shape = stacked.unflatten(0, (self.split.size, -1)), list(shard.shape)
+        shape[axis] = self.count
+        whole = stacked.new_empty(shape)
+        for rank, chunk in self.split.all_chunks(shard.shape[axis]):
+            whole.narrow(axis, chunk.start, chunk.length).copy_(shards[rank].narrow(axis, chunk.local, chunk.length))
+        return whole
+
+    def added(self, total: Tensor | None, grad: Tensor, key: Chunk, axis: int) -> Tensor:
+        """Return the sum of gradients of these keys, in the buffer that is sent; ``grad`` is that of ``key``."""
+        first = total is None
+        if total is None:
+            shape = list(grad.shape)
+            shape[axis] = self.count // self.split.size
+            total = grad.new_empty((self.split.size, *shape))
+        for rank, chunk in self.split.all_chunks(total.shape[axis + 1]):
+            begin = min(max(key.start, chunk.start), chunk.start + chunk.length)
+            end = max(min(key.start + key.length, chunk.start + chunk.length), begin)
+            to = total[rank].narrow(axis, chunk.local, chunk.length)
+            here = to.narrow(axis, begin - chunk.start, end - begin)
+            found = grad.narrow(axis, min(max(begin - key.start, 0), key.length), end - begin)
+            if not first:
+                here.add_(found)
+                continue
+            here.copy_(found)
+            to.narrow(axis, 0, begin - chunk.start).zero_()
+            to.narrow(axis, end - chunk.start, chunk.start + chunk.length - end).zero_()
+        return total
+
+    def going(self, total: Tensor, grad: Tensor | None, axis: int) -> Tensor | None:
+        """Return what each rank gets of ``grad``, from `added`, (ranks, ...). ``total`` is the shard's gradient."""
+        return grad
+
+    def arrive(self, total: Tensor, grad: Tensor, axis: int) -> None:
+        """Write the sum over ranks of what `going` sent here to the gradient of the shard."""
+        total.copy_(grad)
+
+
+@dataclass(frozen=True)
 class Ranks:
     """The process group of a mesh, this rank in it, and how they split a sequence or a packed batch.
 

@@ -19,7 +19,7 @@ from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import Term, shape_of, wide
 from tilewise.distributed.documents import Documents, SeenKeys
-from tilewise.distributed.layout import Chunk, Ranks, local_band
+from tilewise.distributed.layout import AllKeys, Chunk, Ranks, local_band
 from tilewise.frontend.arguments import Bias, Call, Seed, check_dropout_seed, check_inputs, read_call, seed_tensor
 from tilewise.frontend.autocast import autocast
 from tilewise.frontend.keywords import unexpected
@@ -133,9 +133,10 @@ class ContextParallelCall:
         return self.ranks.split if isinstance(self.ranks.split, Documents) else None
 
     @property
-    def seen(self) -> SeenKeys | None:
-        """Return the keys that local calls of a packed batch have; None: all keys."""
-        return None if self.documents is None else self.documents.seen(self.ranks.rank, self.device)
+    def seen(self) -> AllKeys | SeenKeys:
+        """Return the keys that local calls have after a gathering."""
+        split = self.ranks.split
+        return AllKeys(split, self.sizes.N) if self.documents is None else split.seen(self.ranks.rank, self.device)
 
     @property
     def band(self) -> Band:
@@ -162,7 +163,7 @@ class ContextParallelCall:
     def seen_keys(self, query: Chunk) -> Chunk:
         """Return the keys that these queries see, in whole `KEY_STEP`s; some if they see none. Of a packed batch the
         keys are this rank's, or `seen`."""
-        if self.seen is not None:
+        if self.documents is not None:
             return Chunk(0, 0, self.keys if query.is_local else self.seen.count)
         band, last = local_band(self.band, query.start, 0), self.sizes.N - 1
         first = 0 if band.lo is None else min(max(band.lo, 0), last) // KEY_STEP * KEY_STEP
@@ -204,9 +205,9 @@ class ContextParallelCall:
         return self.band == Band(None, 0) and not (counts or columns or self.options.dropout_p)
 
     @property
-    def moving(self) -> list[int]:
-        """Return the indices of tensors that move with the keys."""
-        return [n for n, slot in enumerate(self.slots) if slot.keys is not None]
+    def moving(self) -> dict[int, int]:
+        """Return the index of each tensor that moves with the keys, and its axis of keys."""
+        return {n: slot.keys for n, slot in enumerate(self.slots) if slot.keys is not None}
 
     # --- local calls ---
 

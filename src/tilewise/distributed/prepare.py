@@ -67,9 +67,8 @@ def _check_locally(call: ContextParallelCall, tensors: list[Tensor]) -> None:
         key = call.ranks.chunks(call.keys)[0]
     else:
         key = call.seen_keys(query)
-        for n in call.moving:
-            axis, shape = call.slots[n].keys, list(tensors[n].shape)
-            assert axis is not None
+        for n, axis in call.moving.items():
+            shape = list(tensors[n].shape)
             shape[axis] = call.sizes.N
             found[n] = tensors[n].narrow(axis, 0, 1).expand(shape)
     local = call.local(call.cut(found, query, key), query, key)
