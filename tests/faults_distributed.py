@@ -62,7 +62,7 @@ DISTRIBUTED = [
         "distributed/test_mesh.py",
     ),
     Fault(
-        "tilewise/distributed/context_manager.py", '"head_tail" if balanced else None', "None",
+        "tilewise/distributed/drop_in.py", '"head_tail" if balanced else None', "None",
         "within PyTorch's context manager a tail counts as what follows the head",
         "distributed/test_mesh.py",
     ),

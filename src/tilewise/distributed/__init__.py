@@ -13,9 +13,12 @@ docs/distributed.md says when to use which method.
 
 from __future__ import annotations
 
-from tilewise.distributed import operator  # noqa: F401  # registers it
-from tilewise.distributed.api import context_parallel_attention, explain_context_parallel
-from tilewise.distributed.packed import context_parallel_varlen_attention, explain_context_parallel_varlen
+from tilewise.distributed.api import (
+    context_parallel_attention,
+    context_parallel_varlen_attention,
+    explain_context_parallel,
+    explain_context_parallel_varlen,
+)
 from tilewise.distributed.placement import shard, unshard
 from tilewise.distributed.triangle import transpose_shards, triangle_attention
 

@@ -1,17 +1,26 @@
-"""The methods of context parallelism by name, and the choice of one."""
+"""The methods of context parallelism by name, and the preparation of a call: its arguments are checked, the ranks
+agree, and a method is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from tilewise.distributed.agreement import Description, settled
 from tilewise.distributed.all_to_all import AllToAll, Alone, traded_call
 from tilewise.distributed.autograd import run
 from tilewise.distributed.head_groups import Gathered, groups_of
-from tilewise.distributed.operands import ContextParallelCall
+from tilewise.distributed.layout import Ranks
+from tilewise.distributed.operands import Arguments, ContextParallelCall, read
 from tilewise.distributed.plan import ContextParallelPlan, Cost, Method
 from tilewise.distributed.ring import Ring
+from tilewise.operator.dispatch import describe
+from tilewise.planner import check_backend
+from tilewise.spec.checks import check_flag
+from tilewise.spec.score import ScoreNumbers
 
 METHODS: dict[str, Callable[[ContextParallelCall, Sequence[Tensor]], Method]] = {
     "all_gather": lambda call, tensors: Gathered(groups_of(call, tensors)),
@@ -73,3 +82,80 @@ def make_plan(call: ContextParallelCall, tensors: Sequence[Tensor], method: str)
 def _order(cost: Cost) -> tuple[int, int]:
     """Return the sort key: exposed bytes, then fewer calls and no steps that wait for each other."""
     return cost.exposed_bytes, ("all_gather", "all_to_all", "ring").index(cost.method)
+
+
+# --- preparation ---
+
+
+def prepare(
+    ranks: Ranks, given: Arguments, split: Callable[[Ranks], tuple[Ranks, Description]] = lambda ranks: (ranks, ())
+) -> tuple[str, ContextParallelCall, list[Tensor]]:
+    """Return the method that all ranks use, the call and its tensors; an error of one rank is raised on all.
+    ``split`` returns the ranks as they split the sequence, and what they compare of that."""
+
+    def read_call() -> tuple[Description, Description, tuple[ContextParallelCall, list[Tensor]]]:
+        given.refuse()
+        check_flag("validate", given.validate)
+        check_flag("return_lse", given.return_lse)
+        check_method(given.method)
+        splitting, beside = split(ranks)
+        call, tensors = read(splitting, given)
+        return _description(call, tensors, given), beside, (call, tensors)
+
+    def choose_method(found: tuple[ContextParallelCall, list[Tensor]]) -> str:
+        _check_locally(*found)
+        return choose(*found, given.method)
+
+    method, (call, tensors) = settled(ranks, given.validate, read_call, choose_method)
+    if call.drawn:
+        share_seed(call)
+    return method, call, tensors
+
+
+def share_seed(call: ContextParallelCall) -> None:
+    """Give all ranks the first rank's seed; counters differ by rank."""
+    if call.seed is not None:
+        dist.broadcast(call.seed, dist.get_global_rank(call.ranks.group, 0), group=call.ranks.group)
+
+
+def explain(ranks: Ranks, given: Arguments) -> ContextParallelPlan:
+    """Return the plan of a call; nothing is sent."""
+    call, tensors = read(ranks, given)
+    check_method(given.method)
+    _check_locally(call, tensors)
+    return make_plan(call, tensors, given.method)
+
+
+def _check_locally(call: ContextParallelCall, tensors: list[Tensor]) -> None:
+    """Raise any error of a local call before anything is sent. Of a packed batch other ranks' keys are views without
+    memory."""
+    check_backend(call.options.backend)
+    query, found = call.row_chunks[0], list(tensors)
+    if call.documents is None:
+        key = call.ranks.chunks(call.keys)[0]
+    else:
+        key = call.seen_keys(query)
+        for n, axis in call.moving.items():
+            shape = list(tensors[n].shape)
+            shape[axis] = call.sizes.N
+            found[n] = tensors[n].narrow(axis, 0, 1).expand(shape)
+    local = call.local(call.cut(found, query, key), query, key)
+    describe(local.inputs, ScoreNumbers.of(local.score, local.deterministic, local.backend))
+    device = tensors[0].device.type
+    if device != call.ranks.device:
+        raise ValueError(f"q: must be on the mesh's device {call.ranks.device}, got {device}")
+
+
+def _description(call: ContextParallelCall, tensors: list[Tensor], given: Arguments) -> Description:
+    """Return (name, value) pairs that must be equal on all ranks."""
+    names = [slot.name for slot in call.slots]
+    layouts = []
+    for n, (name, x) in enumerate(zip(names, tensors, strict=True)):
+        count = names[:n].count(name)
+        layouts.append((f"{name} ({count + 1})" if count else name, (tuple(x.shape), x.dtype, x.requires_grad)))
+    return (
+        *layouts, ("bias terms", tuple(repr(piece.term) for piece in call.pieces)),
+        *call.options._asdict().items(), ("method", given.method), ("load_balancer", call.ranks.split.pieces),
+        ("return_lse", given.return_lse), ("dropout_seed", (call.seed is None, call.drawn)),
+        ("torch.is_grad_enabled()", torch.is_grad_enabled()), ("mesh", tuple(x.size for x in call.ranks.axes)),
+    )  # fmt: skip

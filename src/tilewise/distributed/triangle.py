@@ -88,7 +88,7 @@ def transpose_shards(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return _transposed(tensor, ranks)
 
 
-@torch.compiler.disable  # a graph break, as in tilewise.distributed.packed
+@torch.compiler.disable  # a graph break, as in tilewise.distributed.api
 def _transposed(x: Tensor, ranks: Ranks) -> Tensor:
     return to_heads(x, ranks, 2, 1).transpose(1, 2).contiguous()
 
