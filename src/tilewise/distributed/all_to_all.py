@@ -10,14 +10,13 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509); two axes: unified sequence paralle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from tilewise.backends import Outputs
 from tilewise.distributed.autograd import gathered, heads_of_rows, part_gradients, rows_of_heads, scattered, summed
-from tilewise.distributed.layout import Ranks
+from tilewise.distributed.layout import Flags, Grads, Ranks, Tensors
 from tilewise.distributed.operands import ContextParallelCall, Slot
 from tilewise.distributed.plan import Cost, Method, Saved, bytes_of, wide_bytes
 
@@ -25,19 +24,15 @@ from tilewise.distributed.plan import Cost, Method, Saved, bytes_of, wide_bytes
 class Alone(Method):
     """One local call of all rows of this rank's heads."""
 
-    def forward(
-        self, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool, return_low: bool
-    ) -> tuple[Outputs, Saved]:
+    def forward(self, call: ContextParallelCall, tensors: Tensors, asked: Flags) -> tuple[Outputs, Saved]:
         outputs = call.outputs(tensors, *call.everything, first_head=_first_head(call))
         return outputs, Saved(tensors, outputs)
 
-    def backward(
-        self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def backward(self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Flags) -> Grads:
         first = _first_head(call)
         return part_gradients(call, *saved, cotangents, call.everything, needs, sink=True, first_head=first)
 
-    def cost(self, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Cost:
+    def cost(self, call: ContextParallelCall, tensors: Tensors) -> Cost:
         return Cost("all_to_all", 0, 0, 0)
 
 
@@ -47,27 +42,22 @@ class AllToAll(Method):
 
     inner: Method
 
-    def forward(
-        self, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool, return_low: bool
-    ) -> tuple[Outputs, Saved]:
-        outputs, saved = self.inner.forward(traded_call(call), _traded(call, tensors), return_lse, return_low)
-        o, lse, low = outputs
-        home = [_home(call, x) for x in (o, lse if return_lse else None, low if return_low else None)]
-        return Outputs(*home), saved  # type: ignore[arg-type]
+    def forward(self, call: ContextParallelCall, tensors: Tensors, asked: Flags) -> tuple[Outputs, Saved]:
+        outputs, saved = self.inner.forward(traded_call(call), _traded(call, tensors), asked)
+        found = [x if yes else None for x, yes in zip(outputs, asked, strict=True)]
+        return Outputs(*(None if x is None else rows_of_heads(x, _inside(call), 1, 2) for x in found)), saved  # type: ignore[arg-type]
 
-    def backward(
-        self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def backward(self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Flags) -> Grads:
         grads = self.inner.backward(traded_call(call), saved, _of_my_heads(call, cotangents), needs)
         if call.ranks.axes:
             grads = summed(call, grads, call.ranks.axes[0])
         pairs = zip(grads, call.slots, strict=True)
         return [None if grad is None else _gradient(_inside(call), grad, slot) for grad, slot in pairs]
 
-    def saved(self, call: ContextParallelCall, tensors: Sequence[Tensor], outputs: Outputs) -> Saved:
+    def saved(self, call: ContextParallelCall, tensors: Tensors, outputs: Outputs) -> Saved:
         return self.inner.saved(traded_call(call), _traded(call, tensors), _of_my_heads(call, outputs))
 
-    def cost(self, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Cost:
+    def cost(self, call: ContextParallelCall, tensors: Tensors) -> Cost:
         size, (q, _, v) = _inside(call).size, tensors[:3]
         where = f"the {size} of its second axis" if call.ranks.axes else f"{size} ranks"
         for name, heads in (("query heads", call.sizes.H), ("key/value heads", call.sizes.Hkv)):
@@ -110,7 +100,7 @@ def _first_head(call: ContextParallelCall) -> int:
     return call.ranks.rank * (call.sizes.H // call.ranks.size)
 
 
-def _traded(call: ContextParallelCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _traded(call: ContextParallelCall, tensors: Tensors) -> list[Tensor]:
     """Return the tensors with all rows of this rank's heads."""
     ranks, found = _inside(call), []
     for x, slot in zip(tensors, call.slots, strict=True):
@@ -138,9 +128,4 @@ def _gradient(ranks: Ranks, grad: Tensor, slot: Slot) -> Tensor:
 
 
 def _of_my_heads(call: ContextParallelCall, rows: Outputs) -> Outputs:
-    found = [None if x is None else heads_of_rows(x, _inside(call), 1, 2) for x in rows]
-    return Outputs(*found)  # type: ignore[arg-type]
-
-
-def _home(call: ContextParallelCall, x: Tensor | None) -> Tensor | None:
-    return None if x is None else rows_of_heads(x, _inside(call), 1, 2)
+    return Outputs(*(None if x is None else heads_of_rows(x, _inside(call), 1, 2) for x in rows))  # type: ignore[arg-type]

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.distributed.agreement import Description
+from tilewise.distributed.autograd import run
 from tilewise.distributed.documents import packed_ranks, read_offsets
 from tilewise.distributed.layout import LoadBalancer, Ranks
-from tilewise.distributed.methods import attend, explain, prepare
+from tilewise.distributed.methods import explain, prepare
 from tilewise.distributed.operands import PACKED_FUNCTION, Arguments, CallOptions
 from tilewise.distributed.operator import compiled_call
 from tilewise.distributed.plan import ContextParallelPlan
@@ -204,7 +205,7 @@ def _run(
         offsets = read_offsets("cu_seqlens", cu_seqlens)
         return packed_ranks(mesh, load_balancer, offsets, ranks), (("cu_seqlens", offsets),)
 
-    return attend(*prepare(Ranks.of(mesh, None), given, split), given.return_lse)
+    return run(*prepare(Ranks.of(mesh, None), given, split), given.return_lse)
 
 
 @named_only
@@ -246,9 +247,9 @@ def attend_shards(ranks: Ranks, load_balancer: LoadBalancer, given: Arguments) -
     if torch.compiler.is_compiling():
         given.refuse()
         return compiled_call(ranks, load_balancer, given)
-    return attend(*prepare(ranks, given), given.return_lse)
+    return run(*prepare(ranks, given), given.return_lse)
 
 
 @torch.compiler.disable  # a graph break: collectives in an autograd.Function cannot be traced
 def _attend_on_two_axes(mesh: DeviceMesh, load_balancer: LoadBalancer, given: Arguments) -> tuple[Tensor, Tensor]:
-    return attend(*prepare(Ranks.of(mesh, load_balancer, 2), given), given.return_lse)
+    return run(*prepare(Ranks.of(mesh, load_balancer, 2), given), given.return_lse)

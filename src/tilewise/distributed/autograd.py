@@ -5,7 +5,7 @@ Gradients of 16 bits are summed over ranks in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from tilewise.backends import Needs, Outputs
 from tilewise.bias.terms import wide
-from tilewise.distributed.layout import Chunk, Ranks
+from tilewise.distributed.layout import Chunk, Flags, Grads, Ranks, Tensors
 from tilewise.distributed.operands import ContextParallelCall
 from tilewise.distributed.plan import Method, Saved
 from tilewise.operator.dispatch import backward_of
@@ -67,7 +67,7 @@ def rows_of_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
     return all_to_all(ranks.split.shards_of(x, rows), ranks).movedim(0, heads).flatten(heads, heads + 1)
 
 
-def summed(call: ContextParallelCall, grads: list[Tensor | None], ranks: Ranks) -> list[Tensor | None]:
+def summed(call: ContextParallelCall, grads: Grads, ranks: Ranks) -> Grads:
     """Return the gradients of the call's tensors, summed over ranks if the tensor is equal on all."""
     for n, slot in enumerate(call.slots):
         grad = grads[n]
@@ -81,39 +81,27 @@ def summed(call: ContextParallelCall, grads: list[Tensor | None], ranks: Ranks) 
 # --- with a first derivative ---
 
 
-class _Gather(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-        ctx.where = ranks, dim
-        return gathered(x, ranks, dim)
+    def forward(ctx: Any, x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], *where: Any) -> Tensor:
+        ctx.back, ctx.where = back, where
+        return there(x, *where)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return scattered(grad, *ctx.where), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
-        ctx.where = ranks, heads, rows
-        return heads_of_rows(x, ranks, heads, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return rows_of_heads(grad, *ctx.where), None, None, None
+        return ctx.back(grad, *ctx.where), None, None, *(None for _ in ctx.where)
 
 
 def gather(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     """Return the whole tensor, gathered from shards along ``dim``. Backward: reduce-scatter of the gradient (sum)."""
-    found: Tensor = _Gather.apply(x, ranks, dim)
+    found: Tensor = _Linear.apply(x, gathered, scattered, ranks, dim)
     return found
 
 
 def to_heads(x: Tensor, ranks: Ranks, heads: int, rows: int) -> Tensor:
     """Return `heads_of_rows`. Backward: the inverse trade."""
-    found: Tensor = _Exchange.apply(x, ranks, heads, rows)
+    found: Tensor = _Linear.apply(x, heads_of_rows, rows_of_heads, ranks, heads, rows)
     return found
 
 
@@ -126,7 +114,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, Tensor | None]:
         *tensors, ctx.call, ctx.method, return_lse = arguments
-        outputs, saved = ctx.method.forward(ctx.call, tensors, return_lse, False)
+        outputs, saved = ctx.method.forward(ctx.call, tensors, (True, return_lse, False))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved.tensors, *saved.outputs)
         return outputs.o, outputs.lse
@@ -139,9 +127,7 @@ class _Run(torch.autograd.Function):
         return *gradients(ctx.method, ctx.call, saved, do, dlse, ctx.needs_input_grad[:-3]), None, None, None
 
 
-def run(
-    method: Method, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def run(method: Method, call: ContextParallelCall, tensors: Tensors, return_lse: bool) -> tuple[Tensor, Tensor]:
     """Return differentiable ``(o, lse)`` of this rank's rows; without ``return_lse`` lse is undefined."""
     found: tuple[Tensor, Tensor] = _Run.apply(*tensors, call, method, return_lse)
     return found
@@ -149,8 +135,8 @@ def run(
 
 def gradients(
     method: Method, call: ContextParallelCall, saved: Saved, do: Tensor | None, dlse: Tensor | None,
-    needs: Sequence[bool],
-) -> list[Tensor | None]:  # fmt: skip
+    needs: Flags,
+) -> Grads:  # fmt: skip
     """Return the gradients of the call's tensors, without an autograd graph."""
     # resolve_neg: as in tilewise.operator.autograd
     o, sizes = saved.outputs.o, call.sizes
@@ -161,9 +147,9 @@ def gradients(
 
 
 def part_gradients(
-    call: ContextParallelCall, tensors: Sequence[Tensor], outputs: Outputs, cotangents: Outputs,
-    at: tuple[Chunk, Chunk], needs: Sequence[bool], *, sink: bool = False, first_head: int = 0,
-) -> list[Tensor | None]:  # fmt: skip
+    call: ContextParallelCall, tensors: Tensors, outputs: Outputs, cotangents: Outputs,
+    at: tuple[Chunk, Chunk], needs: Flags, *, sink: bool = False, first_head: int = 0,
+) -> Grads:  # fmt: skip
     """Return what some queries and some keys add to the gradients of ``tensors``, which are cut to these.
 
     dS = P ∘ (dP − D) holds for a part of a row with the LSE and o of the whole row, ``outputs``: this is the operator's
@@ -184,7 +170,7 @@ def part_gradients(
     return through(list(asked.values()), [getattr(grads, name) for name in asked], leaves)
 
 
-def through(made: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
+def through(made: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> Grads:
     """Return the gradients of ``leaves`` from those of tensors that are made of them."""
     found = iter(torch.autograd.grad(made, [x for x in leaves if x.requires_grad], grads, allow_unused=True))
     return [next(found) if x.requires_grad else None for x in leaves]

@@ -27,7 +27,7 @@ from torch import Tensor
 from tilewise.backends import Outputs, empty_output, lse_dtype
 from tilewise.bias import LowRankBias
 from tilewise.distributed.autograd import all_gather, all_to_all, as_bytes, part_gradients, scattered
-from tilewise.distributed.layout import Chunk
+from tilewise.distributed.layout import Chunk, Flags, Grads, Tensors
 from tilewise.distributed.operands import ContextParallelCall
 from tilewise.distributed.plan import Cost, Method, Saved, bytes_of, hides, moving_bytes, wide_bytes
 
@@ -36,7 +36,7 @@ AHEAD = 2  # groups
 LATE = 2**24  # bytes that a rank sends: about 0.1 ms with NVLink on Hopper, less than the host takes
 
 
-def groups_of(call: ContextParallelCall, tensors: Sequence[Tensor]) -> int:
+def groups_of(call: ContextParallelCall, tensors: Tensors) -> int:
     """Return the number of groups, equal on all ranks: a divisor of the key/value heads. It is 1 if a matrix that heads
     share requires grad, as summing its gradient over groups would take a second matrix."""
     for x, slot in zip(tensors, call.slots, strict=True):
@@ -75,7 +75,7 @@ class _Coming(NamedTuple):
 class _Keys:
     """The gathered tensors that move with the keys, group by group, with collectives issued `AHEAD` groups early."""
 
-    def __init__(self, call: ContextParallelCall, tensors: Sequence[Tensor], groups: int) -> None:
+    def __init__(self, call: ContextParallelCall, tensors: Tensors, groups: int) -> None:
         self.call, self.tensors, self.groups = call, tensors, groups
         self.by_heads = [n for n in call.moving if call.slots[n].heads is not None]
         # Key biases and masks without heads: small, and equal for all groups.
@@ -136,7 +136,7 @@ class _Keys:
 class _Gradients:
     """Gradients of tensors that move with the keys, sent to the keys' ranks group by group."""
 
-    def __init__(self, call: ContextParallelCall, moving: Sequence[int], totals: list[Tensor | None]) -> None:
+    def __init__(self, call: ContextParallelCall, moving: Sequence[int], totals: Grads) -> None:
         self.call, self.moving, self.totals = call, moving, totals
         self.going: list[tuple[Group, list[tuple[int, Any, Tensor, Tensor]]]] = []
         self.filling: dict[int, Tensor] = {}
@@ -188,9 +188,7 @@ class Gathered(Method):
 
     groups: int
 
-    def forward(
-        self, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool, return_low: bool
-    ) -> tuple[Outputs, Saved]:
+    def forward(self, call: ContextParallelCall, tensors: Tensors, asked: Flags) -> tuple[Outputs, Saved]:
         q, v = tensors[0], tensors[2]
         whole: Outputs | None = None
         for group, parts in _Keys(call, tensors, self.groups):
@@ -209,9 +207,7 @@ class Gathered(Method):
         assert whole is not None
         return whole, Saved(tensors, whole)
 
-    def backward(
-        self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def backward(self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Flags) -> Grads:
         (tensors, outputs), groups = saved, self.groups
         # A first call of all rows returns the tensors to which other calls add their gradients of q, k and v.
         first = call.row_chunks[0]
@@ -249,7 +245,7 @@ class Gathered(Method):
                 totals[n] = _home(call, total, call.moving[n])
         return [None if total is None else total.to(x.dtype) for x, total in zip(tensors, totals, strict=True)]
 
-    def cost(self, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Cost:
+    def cost(self, call: ContextParallelCall, tensors: Tensors) -> Cost:
         """Return the cost in groups. With one, nothing is hidden and one buffer of keys is held. Else two groups of
         keys are held beside the one in use, and of gradients the sent and received buffers of two groups."""
         reason = None if call.documents is None else _declines_packed(call)
@@ -293,9 +289,7 @@ def _first_head(call: ContextParallelCall, group: Group) -> int:
     return group.n * (call.sizes.H // group.of)
 
 
-def _place(
-    call: ContextParallelCall, n: int, total: Tensor | None, group: Group, at: tuple[Chunk, Chunk]
-) -> Tensor:  # fmt: skip
+def _place(call: ContextParallelCall, n: int, total: Tensor | None, group: Group, at: tuple[Chunk, Chunk]) -> Tensor:
     """Return the view for these queries and keys of the gradient of tensor ``n``; see `_total`."""
     assert total is not None
     slot, (query, key) = call.slots[n], at

@@ -6,6 +6,7 @@ start, then the r-th from the end, so that under a causal mask all ranks have eq
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tilewise.spec.score import Band
 from tilewise.spec.seqlens import Lengths
 
+Tensors = Sequence[Tensor]
+Grads = list[Tensor | None]
+Flags = Sequence[bool]
 LoadBalancer = Literal["head_tail", "document"] | None
 BALANCERS = (None, "head_tail")
 

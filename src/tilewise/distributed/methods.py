@@ -3,7 +3,7 @@ agree, and a method is chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tilewise.distributed.agreement import Description, settled
 from tilewise.distributed.all_to_all import AllToAll, Alone, traded_call
-from tilewise.distributed.autograd import run
 from tilewise.distributed.head_groups import Gathered, groups_of
-from tilewise.distributed.layout import Ranks
+from tilewise.distributed.layout import Ranks, Tensors
 from tilewise.distributed.operands import Arguments, ContextParallelCall, read
 from tilewise.distributed.plan import ContextParallelPlan, Cost, Method
 from tilewise.distributed.ring import Ring
@@ -22,14 +21,14 @@ from tilewise.planner import check_backend
 from tilewise.spec.checks import check_flag
 from tilewise.spec.score import ScoreNumbers
 
-METHODS: dict[str, Callable[[ContextParallelCall, Sequence[Tensor]], Method]] = {
+METHODS: dict[str, Callable[[ContextParallelCall, Tensors], Method]] = {
     "all_gather": lambda call, tensors: Gathered(groups_of(call, tensors)),
     "ring": lambda call, tensors: Ring(),
     "all_to_all": lambda call, tensors: AllToAll(Alone()),
 }
 
 
-def method_of(name: str, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Method:
+def method_of(name: str, call: ContextParallelCall, tensors: Tensors) -> Method:
     """Return the method; on a mesh of two axes, rows are traded for heads along the second, and ``name`` is that along
     the first."""
     if not call.ranks.axes:
@@ -37,19 +36,12 @@ def method_of(name: str, call: ContextParallelCall, tensors: Sequence[Tensor]) -
     return AllToAll(METHODS[name](traded_call(call), tensors))
 
 
-def attend(
-    name: str, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return differentiable ``(o, lse)`` of this rank's rows; without ``return_lse`` lse is undefined."""
-    return run(method_of(name, call, tensors), call, tensors, return_lse)
-
-
 def check_method(method: str) -> None:
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method: must be 'auto' or one of {', '.join(map(repr, METHODS))}, got {method!r}")
 
 
-def choose(call: ContextParallelCall, tensors: Sequence[Tensor], method: str) -> str:
+def choose(call: ContextParallelCall, tensors: Tensors, method: str) -> str:
     """Return the method's name; raise an error if it cannot run the call."""
     if not call.ranks.axes:
         return make_plan(call, tensors, method).method
@@ -64,7 +56,7 @@ def choose(call: ContextParallelCall, tensors: Sequence[Tensor], method: str) ->
     return name
 
 
-def make_plan(call: ContextParallelCall, tensors: Sequence[Tensor], method: str) -> ContextParallelPlan:
+def make_plan(call: ContextParallelCall, tensors: Tensors, method: str) -> ContextParallelPlan:
     """Return the plan of a call; raise a ValueError if ``method`` cannot run it."""
     costs = tuple(make(call, tensors).cost(call, tensors) for make in METHODS.values())
     q, _, v = tensors[:3]
@@ -89,7 +81,7 @@ def _order(cost: Cost) -> tuple[int, int]:
 
 def prepare(
     ranks: Ranks, given: Arguments, split: Callable[[Ranks], tuple[Ranks, Description]] = lambda ranks: (ranks, ())
-) -> tuple[str, ContextParallelCall, list[Tensor]]:
+) -> tuple[Method, ContextParallelCall, list[Tensor]]:
     """Return the method that all ranks use, the call and its tensors; an error of one rank is raised on all.
     ``split`` returns the ranks as they split the sequence, and what they compare of that."""
 
@@ -106,10 +98,10 @@ def prepare(
         _check_locally(*found)
         return choose(*found, given.method)
 
-    method, (call, tensors) = settled(ranks, given.validate, read_call, choose_method)
+    name, (call, tensors) = settled(ranks, given.validate, read_call, choose_method)
     if call.drawn:
         share_seed(call)
-    return method, call, tensors
+    return method_of(name, call, tensors), call, tensors
 
 
 def share_seed(call: ContextParallelCall) -> None:

@@ -7,7 +7,6 @@ have the positions of their first query and key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import Term, shape_of, wide
 from tilewise.distributed.documents import Documents, SeenKeys
-from tilewise.distributed.layout import AllKeys, Chunk, Ranks, local_band
+from tilewise.distributed.layout import AllKeys, Chunk, Ranks, Tensors, local_band
 from tilewise.frontend.arguments import Bias, Call, Seed, check_dropout_seed, check_inputs, read_call, seed_tensor
 from tilewise.frontend.autocast import autocast
 from tilewise.frontend.keywords import unexpected
@@ -211,9 +210,7 @@ class ContextParallelCall:
 
     # --- local calls ---
 
-    def local(
-        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0
-    ) -> Call:
+    def local(self, tensors: Tensors, query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0) -> Call:
         """Return the local call of tensors that hold these queries and keys, and the heads from ``first_head`` on. Only
         numbers of windows and terms differ from those of the whole call."""
         bias: list[Any] = []
@@ -245,9 +242,7 @@ class ContextParallelCall:
         score = replace(call.score, band=band, origin=origin if call.score.dropout else call.score.origin)
         return call._replace(score=score)
 
-    def outputs(
-        self, tensors: Sequence[Tensor], query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0
-    ) -> Outputs:
+    def outputs(self, tensors: Tensors, query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0) -> Outputs:
         """Return the outputs of these queries and keys with the low bits of o, without a derivative."""
         return attention_outputs(*self.local(tensors, query, key, sink=sink, first_head=first_head))
 
@@ -263,7 +258,7 @@ class ContextParallelCall:
             x = x if axis is None else x.narrow(axis, first, length)
         return x
 
-    def cut(self, tensors: Sequence[Tensor], query: Chunk, key: Chunk) -> list[Tensor]:
+    def cut(self, tensors: Tensors, query: Chunk, key: Chunk) -> list[Tensor]:
         return [self.cut_one(n, x, query, key) for n, x in enumerate(tensors)]
 
     def accumulator(self, n: int, x: Tensor) -> Tensor:
@@ -279,11 +274,11 @@ class ContextParallelCall:
 class Reader:
     """A list of tensors and their slots; errors name the argument, its value and what is allowed."""
 
-    function = FUNCTION
-
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, ranks: Ranks) -> None:
         self.queries, self.keys = q.shape[2], k.shape[2]
         self.all_keys = self.keys * ranks.size
+        self.packed = isinstance(ranks.split, Documents)
+        self.function = PACKED_FUNCTION if self.packed else FUNCTION
         self.tensors: list[Tensor] = [q, k, v]
         self.slots = [Slot("q", 1, 2), Slot("k", 1, None, 2), Slot("v", 1, None, 2)]
 
@@ -296,38 +291,48 @@ class Reader:
 
     def operand(self, name: str, x: Tensor) -> int:
         """Add a bias or mask, and return its index."""
-        check_tensor(name, x, may_be_causal=True)
+        check_tensor(name, x, may_be_causal=not self.packed)
         if is_causal_bias(x):
             raise NotImplementedError(f"{name}: a CausalBias is not taken here; pass causal=True")
         self._same_device(name, x)
-        if x.dim() > 4:
-            raise ValueError(f"{name}: expected at most 4 dimensions, got shape {shape_of(x)}")
-        four = x[(None,) * (4 - x.dim())]
-        m, n = four.shape[2:]
-        if (m, n) == (self.queries, self.all_keys):
-            return self.put(four, Slot(name, 1, 2, None, 3))
-        if (m, n) == (self.queries, 1):
-            return self.put(four, Slot(name, 1, 2))
-        if (m, n) == (1, self.keys):
-            return self.put(four, Slot(name, 1, None, 3))
-        if (m, n) == (1, 1):
-            return self.put(four, Slot(name, 1))
-        raise ValueError(
-            f"{name}: shape {shape_of(x)} is not one of this rank's {self.queries} queries and all {self.all_keys} "
-            f"keys (.., {self.queries}, {self.all_keys}), of its queries alone (.., {self.queries}, 1), of its "
-            f"{self.keys} keys alone (.., 1, {self.keys}), or (.., 1, 1)"
-        )
+        queries, keys, all_keys, shape = self.queries, self.keys, self.all_keys, shape_of(x)
+        forms: dict[tuple[int, ...], Slot]
+        if self.packed:
+            x = x[None] if x.dim() == 1 else x
+            forms = {(keys,): Slot(name, 0, None, 1), (queries, 1): Slot(name, 0, 1)}
+            if x.dim() == 4:
+                raise NotImplementedError(f"{name}: {self.function} takes no padded tensor, got shape {shape}")
+            words = f"neither along this rank's keys, (1|H, {keys}), nor along its queries, (1|H, {queries}, 1)"
+        else:
+            if x.dim() > 4:
+                raise ValueError(f"{name}: expected at most 4 dimensions, got shape {shape}")
+            x = x[(None,) * (4 - x.dim())]
+            forms = {
+                (1, 1): Slot(name, 1), (1, keys): Slot(name, 1, None, 3), (queries, 1): Slot(name, 1, 2),
+                (queries, all_keys): Slot(name, 1, 2, None, 3),
+            }  # fmt: skip
+            words = (
+                f"not one of this rank's {queries} queries and all {all_keys} keys (.., {queries}, {all_keys}), of its "
+                f"queries alone (.., {queries}, 1), of its {keys} keys alone (.., 1, {keys}), or (.., 1, 1)"
+            )
+        slot = forms.get(tuple(x.shape[1 if self.packed else 2 :]))
+        if slot is None:
+            raise ValueError(f"{name}: shape {shape} is {words}")
+        return self.put(x, slot)
 
     def sink(self, x: Tensor) -> int:
         self._same_device("sink", x)
         if x.dim() == 1:
             return self.put(x, Slot("sink", 0))
-        if x.dim() != 3 or x.shape[2] not in (1, self.queries):
+        rows = 1 if self.packed else 2
+        one = not self.packed and x.dim() == 3 and x.shape[2] == 1
+        if x.dim() != rows + 1 or (x.shape[rows] != self.queries and not one):
+            form = f"1|H, {self.queries}" if self.packed else f"B|1, H|1, {self.queries}|1"
             raise ValueError(
-                f"sink: expected one logit for each head, (H|1,), or for each of this rank's queries, "
-                f"(B|1, H|1, {self.queries}|1), got shape {shape_of(x)}"
+                f"sink: expected one logit for each head, (H|1,), or for each of this rank's queries, ({form}), got "
+                f"shape {shape_of(x)}"
             )
-        return self.put(x, Slot("sink", 1, None if x.shape[2] == 1 else 2))
+        return self.put(x, Slot("sink", rows - 1, None if one else rows))
 
     def term(self, term: Term) -> Piece:
         if isinstance(term, T5Bias):
@@ -343,26 +348,31 @@ class Reader:
             at = self.put(u, Slot("LowRankBias.u", 1, 2)), self.put(w, Slot("LowRankBias.w", 1, None, 2))
             return Piece(term, dict(zip("uw", at, strict=True)))
         if isinstance(term, RelativeBias):
-            values, name = term.values, "RelativeBias.values"
-            if values.dim() != 4:
-                raise NotImplementedError(f"{name}: packed batches are not taken here, got shape {shape_of(values)}")
-            if values.shape[2] == 1:
-                return Piece(term, {"values": self.put(values, Slot(name, 1))})
-            on_query = term.on == "query"
-            self._length(name, values, self.queries if on_query else self.keys)
-            slot = Slot(name, 1, 2) if on_query else Slot(name, 1, None, 2)
-            return Piece(term, {"values": self.put(values, slot)})
-        raise NotImplementedError(f"bias: {type(term).__name__} is not taken by {self.function}")
+            return Piece(term, {"values": self.put(term.values, self._slot_of_values(term))})
+        words = ": its pairs have no rows to split" if self.packed and isinstance(term, RaggedBias) else ""
+        raise NotImplementedError(f"bias: {type(term).__name__} is not taken by {self.function}{words}")
+
+    def _slot_of_values(self, term: RelativeBias) -> Slot:
+        values, name, on_query = term.values, "RelativeBias.values", term.on == "query"
+        rows = self.queries if on_query else self.keys
+        if values.dim() != 4 and not self.packed:
+            raise NotImplementedError(f"{name}: packed batches are not taken here, got shape {shape_of(values)}")
+        if values.dim() == 4 and values.shape[2] == 1:
+            return Slot(name, 1)
+        if not self.packed:
+            self._length(name, values, rows)
+        elif values.dim() != 3 or values.shape[0] != rows:
+            raise ValueError(f"{name}: expected this rank's tokens, ({rows}, H|Hkv|1, R), got shape {shape_of(values)}")
+        axis = 0 if self.packed else 2
+        return Slot(name, 1, axis) if on_query else Slot(name, 1, None, axis)
 
     def pieces(self, bias: Any) -> list[Piece]:
         found: list[Piece] = []
         for part in () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,):
             if is_dtensor(part):
                 raise NotImplementedError(f"bias: {self.function} takes no DTensor; pass this rank's shard")
-            if isinstance(part, Term):
-                found.append(self.term(part))
-            else:
-                found.append(Piece(None, {"": self.operand("bias", part)}))
+            is_term = isinstance(part, Term)
+            found.append(self.term(part) if is_term else Piece(None, {"": self.operand("bias", part)}))
         return found
 
     def _length(self, name: str, x: Tensor, length: int) -> None:
@@ -374,79 +384,33 @@ class Reader:
             raise ValueError(f"{name}: must be on q's device {self.tensors[0].device}, got {x.device}")
 
 
-class PackedReader(Reader):
-    """The reader of the tensors of a packed batch; q, k and v are as in `ContextParallelCall`."""
-
-    function = PACKED_FUNCTION
-
-    def operand(self, name: str, x: Tensor) -> int:
-        check_tensor(name, x)
-        self._same_device(name, x)
-        x = x[None] if x.dim() == 1 else x
-        if x.dim() == 2 and x.shape[1] == self.keys:
-            return self.put(x, Slot(name, 0, None, 1))
-        if x.dim() == 3 and x.shape[1:] == (self.queries, 1):
-            return self.put(x, Slot(name, 0, 1))
-        if x.dim() == 4:
-            raise NotImplementedError(f"{name}: {self.function} takes no padded tensor, got shape {shape_of(x)}")
-        raise ValueError(
-            f"{name}: shape {shape_of(x)} is neither along this rank's keys, (1|H, {self.keys}), nor along its "
-            f"queries, (1|H, {self.queries}, 1)"
-        )
-
-    def sink(self, x: Tensor) -> int:
-        self._same_device("sink", x)
-        if x.dim() == 1:
-            return self.put(x, Slot("sink", 0))
-        if x.dim() != 2 or x.shape[1] != self.queries:
-            raise ValueError(
-                f"sink: expected one logit for each head, (H|1,), or for each of this rank's queries, "
-                f"(1|H, {self.queries}), got shape {shape_of(x)}"
-            )
-        return self.put(x, Slot("sink", 0, 1))
-
-    def term(self, term: Term) -> Piece:
-        if isinstance(term, RaggedBias):
-            raise NotImplementedError(
-                f"bias: RaggedBias is not taken by {self.function}: its pairs have no rows to split"
-            )
-        if not isinstance(term, RelativeBias) or (term.values.dim() == 4 and term.values.shape[2] == 1):
-            return super().term(term)
-        values, name, on_query = term.values, "RelativeBias.values", term.on == "query"
-        rows = self.queries if on_query else self.keys
-        if values.dim() != 3 or values.shape[0] != rows:
-            raise ValueError(f"{name}: expected this rank's tokens, ({rows}, H|Hkv|1, R), got shape {shape_of(values)}")
-        return Piece(term, {"values": self.put(values, Slot(name, 1, 0) if on_query else Slot(name, 1, None, 0))})
-
-
 def read(ranks: Ranks, given: Arguments) -> tuple[ContextParallelCall, list[Tensor]]:
     """Return the call and its tensors, checked as far as one rank can."""
     (q, k, v), bias, mask, sink, seed, options = given[:6]
-    kind = PackedReader if isinstance(ranks.split, Documents) else Reader
+    packed = isinstance(ranks.split, Documents)
+    function = PACKED_FUNCTION if packed else FUNCTION
     for name, x in {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sink": sink}.items():
         if is_dtensor(x):
-            raise NotImplementedError(
-                f"{name}: {kind.function} takes no DTensor; pass this rank's shard, {name}.to_local()"
-            )
+            raise NotImplementedError(f"{name}: {function} takes no DTensor; pass this rank's shard, {name}.to_local()")
     if isinstance(mask, TileMask) or is_block_mask(mask):
         raise NotImplementedError(
             f"mask: {FUNCTION} takes no {type(mask).__name__} yet, whose tiles are those of all rows; pass this rank's "
             "rows of a bool mask"
         )
     check_inputs(q, k, v, bias, mask, sink)
-    if kind is Reader:
+    if not packed:
         check_qkv(q, k, v)
     check_numbers(options.window, dropout_p=options.dropout_p, scale=options.scale, softcap=options.softcap)
     check_flag("causal", options.causal)
     if seed is not None:
         check_dropout_seed(seed, q)
-    if kind is Reader:
-        q, k, v = autocast(q, k, v)
-        _check_lengths(q, k, ranks, alone=bias is None and mask is None and sink is None)
-    else:
+    if packed:
         _check_tokens(given.qkv, ranks)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in autocast(q, k, v))
-    reader = kind(q, k, v, ranks)
+    else:
+        q, k, v = autocast(q, k, v)
+        _check_lengths(q, k, ranks, alone=bias is None and mask is None and sink is None)
+    reader = Reader(q, k, v, ranks)
     pieces = reader.pieces(bias)
     mask_at = None if mask is None else reader.operand("mask", mask)
     sink_at = None if sink is None else reader.sink(sink)

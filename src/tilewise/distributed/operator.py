@@ -8,7 +8,6 @@ with o and lse, and computes dS = P ∘ (dP − D) for this rank's queries and k
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,8 +18,8 @@ from tilewise.backends import Outputs, lse_dtype
 from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.terms import Term
 from tilewise.distributed.autograd import gradients, through
-from tilewise.distributed.layout import LoadBalancer, Ranks
-from tilewise.distributed.methods import method_of, prepare, share_seed
+from tilewise.distributed.layout import Grads, LoadBalancer, Ranks, Tensors
+from tilewise.distributed.methods import prepare, share_seed
 from tilewise.distributed.operands import FUNCTION, Arguments, CallOptions, ContextParallelCall
 from tilewise.distributed.plan import Method
 from tilewise.frontend.autocast import autocast
@@ -94,7 +93,7 @@ def _literal(x: Any, tensors: list[Tensor]) -> tuple[str, Any]:
     return type(x).__name__, tuple([_literal(getattr(x, name), tensors) for name in _FIELDS[type(x)]])
 
 
-def _value(literal: tuple[str, Any], tensors: Sequence[Tensor]) -> Any:
+def _value(literal: tuple[str, Any], tensors: Tensors) -> Any:
     kind, x = literal
     if kind in ("", "float"):
         return float(x) if kind else x
@@ -113,7 +112,7 @@ def traced(words: str) -> Traced:
     return found._replace(options=CallOptions(*found.options))
 
 
-def arguments_of(call: Traced, tensors: Sequence[Tensor]) -> Arguments:
+def arguments_of(call: Traced, tensors: Tensors) -> Arguments:
     """Return the arguments as passed to `context_parallel_attention`."""
     qkv, bias, mask, sink, seed = _value(call.arguments, tensors)
     if call.drawn:  # a copy, as an operator must not write to its arguments
@@ -131,24 +130,22 @@ def ranks_of(call: Traced) -> Ranks:
 # --- the operator ---
 
 
-def _prepared(
-    tensors: Sequence[Tensor], call: Traced
-) -> tuple[Method, ContextParallelCall, list[Tensor], list[Tensor]]:  # fmt: skip
+def _prepared(tensors: Tensors, call: Traced) -> tuple[Method, ContextParallelCall, list[Tensor], list[Tensor]]:
     """Return the method that all ranks agreed on, the call and its tensors, and those of the operator, of which they
     are views or casts."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, call.needs, strict=True)]
     with torch.enable_grad():
-        name, sharded, found = prepare(ranks_of(call), arguments_of(call, leaves))
+        method, sharded, found = prepare(ranks_of(call), arguments_of(call, leaves))
     if call.drawn:
         share_seed(sharded)
-    return method_of(name, sharded, found), sharded, found, leaves
+    return method, sharded, found, leaves
 
 
-def _forward(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(tensors: Tensors, call: str) -> tuple[Tensor, Tensor, Tensor]:
     what = traced(call)
     with autograd_again(), torch.no_grad():
         method, sharded, found, _ = _prepared(tensors, what)
-        (o, lse, o_low), _ = method.forward(sharded, found, _has_lse(what), True)
+        (o, lse, o_low), _ = method.forward(sharded, found, (True, _has_lse(what), True))
     lse = o.new_empty(0, dtype=lse_dtype(o.dtype)) if lse is None or not _has_lse(what) else lse.contiguous()
     return o.contiguous(), lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low.contiguous()
 
@@ -157,7 +154,7 @@ def _has_lse(call: Traced) -> bool:
     return call.return_lse or any(call.needs)
 
 
-def _forward_fake(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_fake(tensors: Tensors, call: str) -> tuple[Tensor, Tensor, Tensor]:
     what = traced(call)
     q, v = tensors[0], tensors[2]
     o = q.new_empty((*q.shape[:3], v.shape[3]))
@@ -169,7 +166,7 @@ def _forward_fake(tensors: Sequence[Tensor], call: str) -> tuple[Tensor, Tensor,
 
 
 def _backward(
-    do: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor], o: Tensor, lse: Tensor, o_low: Tensor, call: str
+    do: Tensor | None, dlse: Tensor | None, tensors: Tensors, o: Tensor, lse: Tensor, o_low: Tensor, call: str
 ) -> list[Tensor]:
     with autograd_again(), torch.no_grad():
         method, sharded, found, leaves = _prepared(tensors, traced(call))
@@ -181,7 +178,7 @@ def _backward(
 
 
 def _backward_fake(
-    do: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor], o: Tensor, lse: Tensor, o_low: Tensor, call: str
+    do: Tensor | None, dlse: Tensor | None, tensors: Tensors, o: Tensor, lse: Tensor, o_low: Tensor, call: str
 ) -> list[Tensor]:
     needs = traced(call).needs
     return [x.new_empty(x.shape if need else (0,)) for x, need in zip(tensors, needs, strict=True)]
@@ -193,7 +190,7 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> No
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[list[Tensor | None], None]:
+def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Grads, None]:
     *tensors, o, lse, o_low = ctx.saved_tensors
     needs = traced(ctx.call).needs
     if do is None and dlse is None:

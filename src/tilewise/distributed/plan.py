@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from tilewise.backends import Outputs
 from tilewise.bias.terms import wide
+from tilewise.distributed.layout import Flags, Grads, Tensors
 from tilewise.distributed.operands import ContextParallelCall
 
 # FLOPs per byte from which a ring step takes longer than its transfer: 5e14 FLOP/s over 2e11 B/s, about those of a
@@ -64,40 +64,35 @@ class ContextParallelPlan:
 class Saved(NamedTuple):
     """The tensors and outputs that a backward needs, with the rows and heads that the method computes with."""
 
-    tensors: Sequence[Tensor]
+    tensors: Tensors
     outputs: Outputs
 
 
 class Method(Protocol):
     """A way in which queries meet the keys of other ranks. ``tensors`` are in the order of ``call.slots``."""
 
-    def forward(
-        self, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool, return_low: bool
-    ) -> tuple[Outputs, Saved]:
-        """Return the outputs of this rank's rows, without those not asked for if they would be sent, and what
-        `backward` needs."""
+    def forward(self, call: ContextParallelCall, tensors: Tensors, asked: Flags) -> tuple[Outputs, Saved]:
+        """Return the outputs of this rank's rows and what `backward` needs. Only outputs asked for are sent."""
 
-    def backward(
-        self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def backward(self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Flags) -> Grads:
         """Return this rank's gradients of the tensors; ``cotangents`` are those of its rows."""
 
-    def saved(self, call: ContextParallelCall, tensors: Sequence[Tensor], outputs: Outputs) -> Saved:
+    def saved(self, call: ContextParallelCall, tensors: Tensors, outputs: Outputs) -> Saved:
         """Return what `forward` saves, from the outputs of this rank's rows."""
         return Saved(tensors, outputs)
 
-    def cost(self, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Cost:
+    def cost(self, call: ContextParallelCall, tensors: Tensors) -> Cost:
         """Return the bytes sent and held, or why the method cannot run the call."""
 
 
-def hides(call: ContextParallelCall, tensors: Sequence[Tensor], keys: int) -> bool:
+def hides(call: ContextParallelCall, tensors: Tensors, keys: int) -> bool:
     """True if the products of this rank's queries and another's keys take longer than sending ``keys`` bytes."""
     q, v = tensors[0], tensors[2]
     products = 2 * (q.shape[3] + v.shape[3]) * call.hop_pairs
     return products >= HIDDEN_FROM * keys
 
 
-def moving_bytes(call: ContextParallelCall, tensors: Sequence[Tensor]) -> tuple[int, int]:
+def moving_bytes(call: ContextParallelCall, tensors: Tensors) -> tuple[int, int]:
     """Return the bytes of tensors that move with one rank's keys, and of their gradients."""
     moving = [tensors[n] for n in call.moving]
     share = call.sent_share

@@ -9,7 +9,7 @@ Source: Ring Attention (arXiv 2310.01889); the LSE merge and the backward by par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.backends import Outputs, sink_gradient
 from tilewise.bias.terms import wide
 from tilewise.distributed.autograd import as_bytes, part_gradients
-from tilewise.distributed.layout import Chunk, Ranks, ring_steps, sees
+from tilewise.distributed.layout import Chunk, Flags, Grads, Ranks, Tensors, ring_steps, sees
 from tilewise.distributed.operands import ContextParallelCall
 from tilewise.distributed.plan import Cost, Method, Saved, hides, moving_bytes
 from tilewise.merge import combine
@@ -31,7 +31,7 @@ _KEYS, _GRADIENTS = 0, 1000
 class Passing:
     """Tensors that are being sent ``hop`` ranks further, and those being received from ``hop`` ranks back."""
 
-    def __init__(self, ranks: Ranks, tensors: Sequence[Tensor], hop: int, tag: int) -> None:
+    def __init__(self, ranks: Ranks, tensors: Tensors, hop: int, tag: int) -> None:
         self.sent = [x.contiguous() for x in tensors]  # kept until sent
         self.received = [torch.empty_like(x) for x in self.sent]
         peers = [dist.get_global_rank(ranks.group, (ranks.rank + n) % ranks.size) for n in (hop, -hop)]
@@ -70,50 +70,46 @@ def _steps(call: ContextParallelCall) -> int:
     return ring_steps(call.band, call.ranks.split, call.queries, call.keys)
 
 
+def _stages(call: ContextParallelCall, given: Tensors) -> Iterator[tuple[list[Tensor], list[tuple[Chunk, Chunk]]]]:
+    """Yield for each step the tensors, with the keys that this rank has then, and `_parts`."""
+    tensors, steps = list(given), _steps(call)
+    for step in range(steps):
+        coming = Passing(call.ranks, [tensors[n] for n in call.moving], 1, _KEYS) if step + 1 < steps else None
+        yield tensors, _parts(call, step)
+        if coming is not None:
+            for n, x in zip(call.moving, coming.wait(), strict=True):
+                tensors[n] = x
+
+
 class Ring(Method):
     """The ring method."""
 
-    def forward(
-        self, call: ContextParallelCall, tensors: Sequence[Tensor], return_lse: bool, return_low: bool
-    ) -> tuple[Outputs, Saved]:
-        given, tensors, steps = tensors, list(tensors), _steps(call)
-        moving = call.moving
+    def forward(self, call: ContextParallelCall, tensors: Tensors, asked: Flags) -> tuple[Outputs, Saved]:
         q, v = tensors[0], tensors[2]
         o = wide(q.new_zeros(*q.shape[:3], v.shape[3]))
         lse = o.new_full(o.shape[:3], -torch.inf)
-        for step in range(steps):
-            coming = None
-            if step + 1 < steps:
-                coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS)
-            for query, key in _parts(call, step):
-                part, part_lse, part_low = call.outputs(call.cut(tensors, query, key), query, key, sink=False)
+        for found, parts in _stages(call, tensors):
+            for query, key in parts:
+                part, part_lse, part_low = call.outputs(call.cut(found, query, key), query, key, sink=False)
                 assert part_lse is not None
                 rows, rows_lse = (x.narrow(2, query.local, query.length) for x in (o, lse))
                 _add_part(rows, rows_lse, with_low_bits(part, part_low), part_lse)
-            if coming is not None:
-                for n, x in zip(moving, coming.wait(), strict=True):
-                    tensors[n] = x
         if call.sink is not None:
             o, lse = combine([o], [lse], tensors[call.sink])
         rounded = o.to(q.dtype)
         outputs = Outputs(rounded, lse, low_bits(o, rounded) if call.keeps_low_bits(q.dtype) else None)
-        return outputs, Saved(given, outputs)
+        return outputs, Saved(tensors, outputs)
 
-    def backward(
-        self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def backward(self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Flags) -> Grads:
         (given, outputs), steps = saved, _steps(call)
-        tensors = list(given)
-        moving = call.moving
-        asked = [needs[n] if n != call.sink else False for n in range(len(tensors))]
-        totals = [call.accumulator(n, x) if asked[n] else None for n, x in enumerate(tensors)]
-        leaving = [n for n in moving if asked[n]]
+        asked = [need and n != call.sink for n, need in enumerate(needs)]
+        totals = [call.accumulator(n, x) if asked[n] else None for n, x in enumerate(given)]
+        leaving = [n for n in call.moving if asked[n]]
         behind: Passing | None = None
-        for step in range(steps):
-            coming = Passing(call.ranks, [tensors[n] for n in moving], 1, _KEYS) if step + 1 < steps else None
+        for step, (tensors, parts) in enumerate(_stages(call, given)):
             for n in leaving:
                 totals[n] = call.accumulator(n, tensors[n])
-            for at in _parts(call, step):
+            for at in parts:
                 rows = _rows(outputs, at[0]), _rows(cotangents, at[0])
                 grads = part_gradients(call, call.cut(tensors, *at), *rows, at, asked)
                 for m, grad in enumerate(grads):
@@ -129,9 +125,6 @@ class Ring(Method):
                 gone = [totals[n] for n in leaving]
                 hop = 1 if step + 1 < steps else 1 - steps  # after the last step directly to the keys' rank
                 behind = Passing(call.ranks, gone, hop, _GRADIENTS)  # type: ignore[arg-type]
-            if coming is not None:
-                for n, x in zip(moving, coming.wait(), strict=True):
-                    tensors[n] = x
         if behind is not None:
             for n, x in zip(leaving, behind.wait(), strict=True):
                 totals[n] = x
@@ -139,15 +132,15 @@ class Ring(Method):
             totals[call.sink] = _sink_gradient(given[call.sink], outputs, cotangents)
         return [None if total is None else total.to(x.dtype) for x, total in zip(given, totals, strict=True)]
 
-    def cost(self, call: ContextParallelCall, tensors: Sequence[Tensor]) -> Cost:
+    def cost(self, call: ContextParallelCall, tensors: Tensors) -> Cost:
         if call.documents is not None:
             return Cost("ring", 0, 0, 0, declines="it takes no packed batches")
         hops = _steps(call) - 1
         keys, grads = moving_bytes(call, tensors)
-        hidden = hops == 0 or hides(call, tensors, keys)
-        backward = hops * (keys + grads) + (grads if hops else 0)
-        home = grads if hops else 0
-        return Cost("ring", hops * keys, backward, keys + 2 * grads if hops else 0, hidden, last_bytes=home)
+        if not hops:
+            return Cost("ring", 0, 0, 0, hidden=True)
+        sent, hidden = (hops * keys, hops * (keys + grads) + grads), hides(call, tensors, keys)
+        return Cost("ring", *sent, keys + 2 * grads, hidden, last_bytes=grads)
 
 
 def _add_part(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
