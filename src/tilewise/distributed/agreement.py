@@ -33,7 +33,7 @@ def settled(
     chosen: str | None = None
     try:
         description, beside, found = read()
-        chosen = agreed(ranks, description)
+        chosen = _known(ranks.axes[0] if ranks.axes else ranks).get(description)
         known = chosen is not None
         if not known or validate:
             chosen = choose(found)
@@ -43,12 +43,6 @@ def settled(
         agree(ranks, description, chosen, failure, beside=beside)
     assert chosen is not None
     return chosen, found
-
-
-def agreed(ranks: Ranks, description: Description) -> str | None:
-    """Return the method of such calls if this rank has made one with these ranks before, else None."""
-    known = _agreed.get(ranks.axes[0].group if ranks.axes else ranks.group)
-    return None if known is None else known.get(description)
 
 
 def agree(
@@ -80,15 +74,17 @@ def agree(
         if not fine:
             kind, message = found
             raise _KINDS[kind](f"rank {rank}: {message}")
-    first = dict(everybody[0][1])
-    for rank, (_, found) in enumerate(everybody):
-        other = dict(found)
+    first, *others = (dict(found) for _, found in everybody)
+    for rank, other in enumerate(others, 1):
         for name in (*first, *other):
-            if first.get(name) != other.get(name):
-                raise ValueError(
-                    f"{name}: must be alike on all ranks, got {first.get(name)} on rank 0 and {other.get(name)} on "
-                    f"rank {rank}"
-                )
+            one, two = first.get(name), other.get(name)
+            if one != two:
+                raise ValueError(f"{name}: must be alike on all ranks, got {one} on rank 0 and {two} on rank {rank}")
     assert description is not None
     assert method is not None
-    _agreed.setdefault(ranks.group, CallCache(_LIMIT)).put(description, method)
+    _known(ranks).put(description, method)
+
+
+def _known(ranks: Ranks) -> CallCache[str]:
+    """Return the method of each kind of call that this rank has made with these ranks."""
+    return _agreed.setdefault(ranks.group, CallCache(_LIMIT))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -27,8 +27,27 @@ from tilewise.distributed.load_balance import assign
 from tilewise.spec.seqlens import Lengths
 from tilewise.spec.tensors import stream_of
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 GROUP_FLOPS = 5e11  # about 1 ms of a Hopper GPU; launches of short sequences have short tails
+
+
+def kept(make: F) -> F:
+    """Cache what a method of `Documents` returns. With a device as last argument it is cached for each stream, as only
+    that stream is ordered after the copy. During the capture of a CUDA graph, return another stream's if there is one:
+    the graph would copy from freed host memory."""
+
+    @wraps(make)
+    def cached(self: Documents, *where: Any) -> Any:
+        device = where[-1] if where and isinstance(where[-1], torch.device) else None
+        stream = None if device is None else stream_of(device)
+        streams = self._kept.setdefault((make.__name__, *where), {})
+        if stream not in streams:
+            if streams and device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return next(iter(streams.values()))
+            streams[stream] = make(self, *where)
+        return streams[stream]
+
+    return cast(F, cached)
 
 
 class Spans(NamedTuple):
@@ -99,73 +118,60 @@ class Documents:
     def cu(self) -> Tensor:
         return torch.tensor(self.offsets, dtype=torch.int64, device="cpu")
 
+    @cached_property
+    def lengths(self) -> Tensor:
+        return self.cu.diff()
+
     @property
     def pieces(self) -> str:
         """Return the name of the split, which ranks compare."""
         return "document" if self.balanced else "contiguous"
 
     @property
-    def longest(self) -> int:
-        return int(self.cu.diff().max())
-
-    @property
     def group_flops(self) -> float:
         """Return `operands.GROUP_FLOPS` of a packed batch: more if there is less to send, which groups hide."""
         return GROUP_FLOPS / self.sent_share if self.sent_share else math.inf
 
+    @kept
     def pairs(self, rank: int, causal: bool) -> int:
         """Return the number of visible pairs of that rank's queries, for one head."""
-        key = "pairs", rank, causal
-        if key not in self._kept:
-            seen = [(x.begin + 1 + x.end) if causal else 2 * self.cu.diff() for x in self.spans(rank)]
-            self._kept[key] = sum(int((n * x.lengths // 2).sum()) for n, x in zip(seen, self.spans(rank), strict=True))
-        found: int = self._kept[key]
-        return found
+        seen = [(x.begin + 1 + x.end) if causal else 2 * self.lengths for x in self.spans(rank)]
+        return sum(int((n * x.lengths // 2).sum()) for n, x in zip(seen, self.spans(rank), strict=True))
 
     def spans(self, rank: int) -> tuple[Spans, ...]:
-        lengths = self.cu.diff()
         if not self.balanced:
             rows = self.offsets[-1] // self.size
             at = rank * rows - self.cu[:-1]
-            return (Spans(at.clamp(min=0).minimum(lengths), (at + rows).clamp(min=0).minimum(lengths)),)
+            return (Spans(*(x.clamp(min=0).minimum(self.lengths) for x in (at, at + rows))),)
         ends, (head, tail) = self._assigned.cumsum(0), (rank, 2 * self.size - 1 - rank)
         return tuple(Spans(ends[n] - self._assigned[n], ends[n]) for n in (head, tail))
 
     @cached_property
     def _assigned(self) -> Tensor:
-        return assign(self.cu.diff().tolist(), self.size)
+        return assign(self.lengths.tolist(), self.size)
 
+    @kept
     def rows(self, rank: int) -> Tensor:
         """Return the index among all tokens of each row of that rank's shard, int64, on the CPU."""
-        key = "rows", rank
-        if key not in self._kept:
-            found = []
-            alone = Spans(torch.zeros_like(self.cu[:-1]), self.lengths_alone(rank))
-            for begin, lengths in [(x.begin, x.lengths) for x in (alone, *self._shared_spans(rank))]:
-                first = self.cu[:-1] + begin - (lengths.cumsum(0) - lengths)
-                found.append(torch.arange(int(lengths.sum()), device="cpu") + first.repeat_interleave(lengths))
-            self._kept[key] = torch.cat(found)
-        kept: Tensor = self._kept[key]
-        return kept
+        found = []
+        for x in (Spans(torch.zeros_like(self.lengths), self.lengths_alone(rank)), *self._shared_spans(rank)):
+            first = self.cu[:-1] + x.begin - (x.lengths.cumsum(0) - x.lengths)
+            found.append(torch.arange(int(x.lengths.sum()), device="cpu") + first.repeat_interleave(x.lengths))
+        return torch.cat(found)
 
+    @kept
     def order(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the indices among all tokens of all ranks' rows, rank by rank, and the inverse; int32."""
+        order = torch.cat([self.rows(rank) for rank in range(self.size)])
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return _sent(order, device), _sent(back, device)
 
-        def make() -> tuple[Tensor, Tensor]:
-            order = torch.cat([self.rows(rank) for rank in range(self.size)])
-            back = torch.empty_like(order)
-            back[order] = torch.arange(len(order), device=order.device)
-            return _sent(order, device), _sent(back, device)
-
-        return self._of_stream("order", device, make)
-
+    @kept
     def parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Chunk, ...]:
         """Return the non-empty local calls of a rank: its own sequences, and spans of others with its `SeenKeys`. Under
         a causal mask a span has the keys of its sequence up to its own last query, so that this sees the last key, as
         in the whole sequence."""
-        return self._of_stream((rank, causal), device, lambda: self._parts(rank, causal, device))
-
-    def _parts(self, rank: int, causal: bool, device: torch.device) -> tuple[Chunk, ...]:
         found: list[Chunk] = []
         alone, seen = self.lengths_alone(rank), self.seen_lengths(rank)
         local = int(alone.sum())
@@ -173,30 +179,21 @@ class Documents:
             cu, longest = _sent(_offsets(alone), device), int(alone.max())
             rows = self.offsets[-1] // self.size
             found.append(Chunk(0, 0, rows, Lengths(cu, cu), (longest, longest), is_local=True))
-        cu_k = _offsets(seen)
         for span in self._shared_spans(rank):
-            lengths = span.lengths
-            rows = int(lengths.sum())
-            if not rows:
-                continue
-            used = span.end.minimum(seen) if causal else seen
-            on_device = Lengths(*(_sent(x, device) for x in (_offsets(lengths), cu_k, used)))
-            most = int(lengths.max()), int(torch.where(lengths > 0, used, 0).max())
-            found.append(Chunk(local, 0, rows, on_device, most))
-            local += rows
+            lengths, rows = span.lengths, int(span.lengths.sum())
+            if rows:
+                used = span.end.minimum(seen) if causal else seen
+                on_device = Lengths(*(_sent(x, device) for x in (_offsets(lengths), _offsets(seen), used)))
+                most = int(lengths.max()), int(torch.where(lengths > 0, used, 0).max())
+                found.append(Chunk(local, 0, rows, on_device, most))
+                local += rows
         return tuple(found)
 
-    def _of_stream(self, key: Any, device: torch.device, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns, cached for each stream, as only that stream is ordered after the copy. During
-        the capture of a CUDA graph, return another stream's if there is one: the graph would copy from freed host
-        memory."""
-        streams = self._kept.setdefault((key, device), {})
-        stream = stream_of(device)
-        if stream not in streams:
-            if streams and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return cast(T, next(iter(streams.values())))
-            streams[stream] = make()
-        return cast(T, streams[stream])
+    @kept
+    def whole(self, device: torch.device) -> Chunk:
+        """Return one call of all sequences."""
+        cu, longest = _sent(self.cu, device), int(self.lengths.max())
+        return Chunk(0, 0, self.offsets[-1], Lengths(cu, cu), (longest, longest))
 
     # --- keys ---
 
@@ -209,13 +206,11 @@ class Documents:
     @cached_property
     def _alone(self) -> Tensor:
         """Return a bool tensor (B,): True for sequences on one rank, which are contiguous in its shard."""
-        if self.balanced:
-            return self._holders.sum(0) == 1
-        return torch.zeros(len(self.offsets) - 1, dtype=torch.bool, device="cpu")
+        return self._holders.sum(0) == 1 if self.balanced else torch.zeros_like(self.lengths, dtype=torch.bool)
 
     def lengths_alone(self, rank: int) -> Tensor:
         """Return the length (B,) of each sequence that is on that rank alone, else 0."""
-        return torch.where(self._alone & self._holders[rank], self.cu.diff(), 0)
+        return torch.where(self._alone & self._holders[rank], self.lengths, 0)
 
     def _shared_spans(self, rank: int) -> list[Spans]:
         """Return `spans`, empty for sequences on one rank."""
@@ -223,12 +218,12 @@ class Documents:
 
     def seen_lengths(self, rank: int) -> Tensor:
         """Return the number of keys (B,) of each sequence in `SeenKeys`: all or 0."""
-        return torch.where(~self._alone & self._holders[rank], self.cu.diff(), 0)
+        return torch.where(~self._alone & self._holders[rank], self.lengths, 0)
 
     @cached_property
     def sent_rows(self) -> tuple[Tensor, ...]:
         """Return for each rank the rows of its shard that others need: those of sequences on several ranks."""
-        shared = (self._holders.sum(0) > 1).repeat_interleave(self.cu.diff())
+        shared = (self._holders.sum(0) > 1).repeat_interleave(self.lengths)
         return tuple(shared[self.rows(rank)].nonzero()[:, 0] for rank in range(self.size))
 
     @property
@@ -236,46 +231,27 @@ class Documents:
         """Return the share of its keys that the rank with the most sends."""
         return max(len(x) for x in self.sent_rows) / max(self.offsets[-1] // self.size, 1)
 
+    @kept
     def seen(self, rank: int, device: torch.device) -> SeenKeys:
-        return self._of_stream(("seen", rank), device, lambda: self._seen(rank, device))
-
-    def _seen(self, rank: int, device: torch.device) -> SeenKeys:
-        lengths = self.seen_lengths(rank)
+        lengths, sent = self.seen_lengths(rank), self.sent_rows
+        first, count, most = int(self.lengths_alone(rank).sum()), int(lengths.sum()), max(map(len, sent))
         # A token's index among these keys minus its index in the batch; valid for tokens of these sequences.
-        shift = (lengths.cumsum(0) - lengths - self.cu[:-1]).repeat_interleave(self.cu.diff())
-        rows, sent = self.rows(rank), self.sent_rows
-        most = max(len(x) for x in sent)
-        is_seen = self._holders[rank].repeat_interleave(self.cu.diff())
+        shift = (lengths.cumsum(0) - lengths - self.cu[:-1]).repeat_interleave(self.lengths)
+        is_seen = self._holders[rank].repeat_interleave(self.lengths)
         at, places = [], []
         for n, local in enumerate(sent):
             tokens = self.rows(n)[local]
             here = is_seen[tokens].nonzero()[:, 0]
             at.append(n * most + here)
             places.append((shift[tokens] + tokens)[here])
-        first, count = int(self.lengths_alone(rank).sum()), int(lengths.sum())
-        rows = rows[first:]
+        rows, mine = self.rows(rank)[first:], sent[rank]
         own = shift[rows] + rows
-        mine = sent[rank]
+        is_all = torch.equal(own, torch.arange(count, device=own.device))
         padded = torch.cat([mine, mine.new_zeros(most - len(mine))])
-        return SeenKeys(
-            self.size,
-            first,
-            count,
-            None if torch.equal(own, torch.arange(count, device=own.device)) else _moved(own, device),
-            len(mine),
-            *(_moved(x, device) for x in (padded, torch.cat(at), torch.cat(places))),
-        )
+        moved = [_moved(x, device) for x in (padded, torch.cat(at), torch.cat(places))]
+        return SeenKeys(self.size, first, count, None if is_all else _moved(own, device), len(mine), *moved)
 
-    def whole(self, device: torch.device) -> Chunk:
-        """Return one call of all sequences."""
-
-        def make() -> Chunk:
-            cu = _sent(self.cu, device)
-            return Chunk(0, 0, self.offsets[-1], Lengths(cu, cu), (self.longest, self.longest))
-
-        return self._of_stream("whole", device, make)
-
-    # --- called by `layout` ---
+    # --- shards ---
 
     def shards_of(self, x: Tensor, dim: int) -> Tensor:
         if self.balanced:

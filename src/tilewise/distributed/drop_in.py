@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,27 +47,16 @@ def sdpa_of_shards(
     is_bias = attn_mask is not None and attn_mask.dtype != torch.bool
     bias, mask = (attn_mask, None) if is_bias else (None, attn_mask)
     if split:
-        options = CallOptions(
-            causal=is_causal, window=None, scale=scale, softcap=None, deterministic=None, backend=None
-        )
-        balancer = None if now is None else now.load_balancer
+        options = CallOptions(is_causal, None, scale, None, None, None)
         given = Arguments((query, key, value), bias, mask, None, None, options, {})
-        found = attention_of_sequences(given, balancer)
+        found = attention_of_sequences(given, None if now is None else now[1])
         if found is None and now is not None:
             raise NotImplementedError(f"query: DTensors that are not all split evenly along the sequence {_MANAGER}")
         return None if found is None else found[0]
-    assert isinstance(now, Active)
-    o = context_parallel_attention(
-        query,
-        key,
-        value,
-        mesh=now.mesh,
-        bias=bias,
-        mask=mask,
-        causal=is_causal,
-        scale=scale,
-        load_balancer=now.load_balancer,
-    )
+    assert now is not None
+    mesh, balancer = now
+    terms: Any = {"bias": bias, "mask": mask, "causal": is_causal, "scale": scale}
+    o = context_parallel_attention(query, key, value, mesh=mesh, load_balancer=balancer, **terms)
     assert isinstance(o, Tensor)
     return o
 
@@ -93,14 +82,7 @@ def _declined(
     return None
 
 
-class Active(NamedTuple):
-    """The mesh over which the active context manager splits the sequence, and how it balances the load."""
-
-    mesh: DeviceMesh
-    load_balancer: LoadBalancer
-
-
-def active() -> Active | None:
+def active() -> tuple[DeviceMesh, LoadBalancer] | None:
     """Return the mesh and load balancer of PyTorch's active context manager; None outside of one.
 
     Raises:
@@ -114,4 +96,4 @@ def active() -> Active | None:
     balanced = getattr(options, "enable_load_balance", None)
     if len(meshes) != 1 or not isinstance(balanced, bool):
         raise NotImplementedError(f"query: PyTorch's context_parallel does not say here what its mesh is; {_INSTEAD}")
-    return Active(meshes[0], "head_tail" if balanced else None)
+    return meshes[0], "head_tail" if balanced else None

@@ -6,8 +6,8 @@ or sink determines its placements, to which it is redistributed; a gradient has 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from dataclasses import fields, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -82,12 +82,9 @@ def attention_of_sequences(
     place = _place_of(q, k, v)
     if place is None or is_causal_bias(given.bias):
         return None
-    assert isinstance(q, DTensor)
     shared = k.shape[HEADS] == 1 < q.shape[HEADS]  # MQA: every device has the one key/value head
     kv = _Axes(0, None if shared else 1, 2)
-    locals_ = (
-        place.local("q", q, _Axes(0, 1, 2)), place.local("k", k, kv), place.local("v", v, kv)
-    )  # fmt: skip
+    locals_ = place.local("q", q, _Axes(0, 1, 2)), place.local("k", k, kv), place.local("v", v, kv)
     sizes = q.shape[2], k.shape[2]
     bias: Any = given.bias
     mask, sink = given.mask, given.sink
@@ -105,19 +102,13 @@ def attention_of_sequences(
 
 
 def _whole(x: Tensor, place: _Place, shape: tuple[int, ...]) -> Tensor:
-    x = x.contiguous()
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        x, place.mesh, place.at, run_check=False, shape=torch.Size(shape), stride=strides
-    )  # fmt: skip
+    size, strides = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x.contiguous(), place.mesh, place.at, run_check=False, shape=size, stride=strides)
 
 
-def _place_of(q: Tensor, k: Tensor, v: Tensor) -> _Place | None:
+def _place_of(q: Any, k: Any, v: Any) -> _Place | None:
     if not all(isinstance(x, DTensor) and x.dim() == 4 for x in (q, k, v)):
         return None
-    assert isinstance(q, DTensor)
-    assert isinstance(k, DTensor)
-    assert isinstance(v, DTensor)
     mesh, at = q.device_mesh, tuple(q.placements)
     axes = [n for n, place in enumerate(at) if place == Shard(ROWS)]
     if len(axes) != 1 or any(x.device_mesh != mesh or x.placements[axes[0]] != Shard(ROWS) for x in (k, v)):
@@ -125,9 +116,7 @@ def _place_of(q: Tensor, k: Tensor, v: Tensor) -> _Place | None:
     if any(place not in (*_ALLOWED, Shard(ROWS)) for place in at):
         return None
     size = mesh.size(axes[0])
-    split = 1
-    for n, place in enumerate(at):
-        split *= mesh.size(n) if place == Shard(HEADS) else 1
+    split = prod([mesh.size(n) for n, place in enumerate(at) if place == Shard(HEADS)])
     heads, kv_heads = q.shape[HEADS], k.shape[HEADS]
     together = heads % split == 0 and (kv_heads % split == 0 or kv_heads == 1)
     if not together or q.shape[ROWS] % size or k.shape[ROWS] % size or v.shape[ROWS] != k.shape[ROWS]:
@@ -138,13 +127,9 @@ def _place_of(q: Tensor, k: Tensor, v: Tensor) -> _Place | None:
 def _local_piece(place: _Place, part: Any, sizes: tuple[int, int]) -> Any:
     if not isinstance(part, Term):
         return _local_operand(place, "bias", part, sizes)
-    changed = {}
-    for field in dataclasses.fields(part):  # type: ignore[arg-type]
-        x = getattr(part, field.name)
-        if isinstance(x, Tensor):
-            axes = _axes_of(field.name, x)
-            changed[field.name] = place.local(f"{type(part).__name__}.{field.name}", x, axes)
-    return dataclasses.replace(part, **changed)  # type: ignore[type-var]
+    tensors = {x.name: getattr(part, x.name) for x in fields(part) if isinstance(getattr(part, x.name), Tensor)}  # type: ignore[arg-type]
+    local = {name: place.local(f"{type(part).__name__}.{name}", x, _axes_of(name, x)) for name, x in tensors.items()}
+    return replace(part, **local)  # type: ignore[type-var]
 
 
 def _axes_of(field: str, x: Tensor) -> _Axes:
@@ -162,12 +147,11 @@ def _local_operand(place: _Place, name: str, x: Any, sizes: tuple[int, int]) -> 
     """Return this device's part of a bias or mask, split by rows if it has those of queries, else by keys."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a DTensor, got {type(x).__name__}")
-    axis: Callable[[int], int | None] = lambda back: x.dim() - back if x.dim() >= back else None  # noqa: E731
-    rows, keys = (axis(2), axis(1))
+    batch, heads, rows, keys = (x.dim() - back if x.dim() >= back else None for back in (4, 3, 2, 1))
     if rows is not None and x.shape[rows] not in (1, sizes[0]):
         raise ValueError(f"{name}: shape {tuple(x.shape)} does not broadcast to (.., {sizes[0]}, {sizes[1]})")
     split = rows if rows is not None and x.shape[rows] != 1 else keys
-    return place.local(name, x, _full(x, _Axes(axis(4), axis(3), split)))
+    return place.local(name, x, _full(x, _Axes(batch, heads, split)))
 
 
 def _sink_axes(sink: Tensor) -> _Axes:

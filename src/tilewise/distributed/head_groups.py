@@ -84,7 +84,7 @@ class _Keys:
         self.coming: list[list[_Coming]] = []
         # With little to send, the rank's own sequences start first.
         moving = sum(tensors[n].numel() * tensors[n].element_size() for n in self.by_heads)
-        self.late = call.documents is not None and groups == 1 and call.sent_share * moving <= LATE
+        self.late = call.documents is not None and groups == 1 and call.ranks.split.sent_share * moving <= LATE
         for n in range(0 if self.late else min(AHEAD, groups)):
             self._issue(Group(n, groups))
 
@@ -255,7 +255,7 @@ class Gathered(Method):
         moving = [(tensors[n], call.slots[n]) for n in call.moving]
         # Gradients with heads are sent in their dtype; the others are summed over ranks in float32.
         grads = sum((bytes_of if slot.heads is not None else wide_bytes)(x) for x, slot in moving if x.requires_grad)
-        grads = int(call.sent_share * grads)
+        grads = int(call.ranks.split.sent_share * grads)
         held = size * keys if groups == 1 else size * 3 * keys // groups
         going = size * grads * min(2 * groups, 4) // groups
         others = size - 1

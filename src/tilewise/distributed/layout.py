@@ -44,6 +44,7 @@ class Split(NamedTuple):
 
     size: int
     pieces: int
+    sent_share: float = 1.0  # of its keys that a rank sends in an all-gather
 
     def chunks(self, rank: int, length: int) -> tuple[Chunk, ...]:
         """Return the chunks of that rank's shard, which has ``length`` rows."""
@@ -172,14 +173,9 @@ class Ranks:
 # --- visibility between chunks ---
 
 
-def local_band(band: Band, query: int, key: int) -> Band:
-    """Return the window of a whole sequence for queries that begin at ``query`` and keys that begin at ``key``."""
-    return band.shifted(query - key)
-
-
 def sees(band: Band, query: Chunk, key: Chunk) -> bool:
     """True if any of these queries sees any of these keys."""
-    local = local_band(band, query.start, key.start)
+    local = band.shifted(query.start - key.start)  # of the whole sequence's window
     least, most = 1 - query.length, key.length - 1
     lo = least if local.lo is None else max(local.lo, least)
     hi = most if local.hi is None else min(local.hi, most)

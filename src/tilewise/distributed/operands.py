@@ -18,7 +18,7 @@ from tilewise.bias import Alibi, LowRankBias, RelativeBias, T5Bias
 from tilewise.bias.packed import RaggedBias
 from tilewise.bias.terms import Term, shape_of, wide
 from tilewise.distributed.documents import Documents, SeenKeys
-from tilewise.distributed.layout import AllKeys, Chunk, Ranks, Tensors, local_band
+from tilewise.distributed.layout import AllKeys, Chunk, Ranks, Tensors
 from tilewise.frontend.arguments import Bias, Call, Seed, check_dropout_seed, check_inputs, read_call, seed_tensor
 from tilewise.frontend.autocast import autocast
 from tilewise.frontend.keywords import unexpected
@@ -164,7 +164,7 @@ class ContextParallelCall:
         keys are this rank's, or `seen`."""
         if self.documents is not None:
             return Chunk(0, 0, self.keys if query.is_local else self.seen.count)
-        band, last = local_band(self.band, query.start, 0), self.sizes.N - 1
+        band, last = self.band.shifted(query.start), self.sizes.N - 1
         first = 0 if band.lo is None else min(max(band.lo, 0), last) // KEY_STEP * KEY_STEP
         end = last if band.hi is None else min(max(query.length - 1 + band.hi, first), last)
         end = min(end // KEY_STEP * KEY_STEP + KEY_STEP, last + 1)
@@ -176,7 +176,7 @@ class ContextParallelCall:
         if self.documents is not None:
             return self.sizes.H * self.documents.pairs(rank, self.options.causal)
         chunks = self.ranks.split.chunks(rank, self.queries)
-        seen = sum(visible_pairs(x.length, self.sizes.N, local_band(self.band, x.start, 0)) for x in chunks)
+        seen = sum(visible_pairs(x.length, self.sizes.N, self.band.shifted(x.start)) for x in chunks)
         return self.sizes.B * self.sizes.H * seen
 
     @property
@@ -190,11 +190,6 @@ class ContextParallelCall:
     def group_flops(self) -> float:
         """Return the least forward FLOPs of a group of heads on one rank."""
         return GROUP_FLOPS if self.documents is None else self.documents.group_flops
-
-    @property
-    def sent_share(self) -> float:
-        """Return the share of its keys that a rank sends in an all-gather."""
-        return 1.0 if self.documents is None else self.documents.sent_share
 
     @property
     def causal_alone(self) -> bool:
@@ -237,7 +232,7 @@ class ContextParallelCall:
             band, origin = call.score.band, dropout.Origin(head=first_head)
         else:
             call = read_call(*tensors[:3], **given | {"causal": False, "window": None})
-            band = call.score.band.both(local_band(self.band, query.start, key.start))
+            band = call.score.band.both(self.band.shifted(query.start - key.start))
             origin = dropout.Origin(query.start, key.start, first_head)
         score = replace(call.score, band=band, origin=origin if call.score.dropout else call.score.origin)
         return call._replace(score=score)

@@ -40,16 +40,12 @@ _BY_NAME = {cls.__name__: cls for cls in _FIELDS}
 
 
 class Traced(NamedTuple):
-    """A call without its tensors: of each value its kind and what is left of it, for a tensor its index in a list."""
+    """A call without its tensors."""
 
     group: str
     device: str
     load_balancer: LoadBalancer
-    arguments: tuple  # of `Arguments`, as `_literal` returns them
-    options: CallOptions
-    method: str
-    validate: bool
-    return_lse: bool
+    arguments: tuple  # `Arguments`, as `_literal` returns them
     drawn: bool  # each rank has drawn a seed; the first rank's is used
     needs: tuple[bool, ...]  # which tensors require grad
 
@@ -57,22 +53,19 @@ class Traced(NamedTuple):
 def compiled_call(ranks: Ranks, load_balancer: LoadBalancer, given: Arguments) -> tuple[Tensor, Tensor]:
     """Call the operator; every line of this function is traced."""
     tensors: list[Tensor] = []
-    options, seed = given.options, given.dropout_seed
+    options, bias = given.options, given.bias
     if options.deterministic is None:
         options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
     q, k, v = autocast(*given.qkv)
-    drawn = bool(options.dropout_p) and seed is None
+    drawn = bool(options.dropout_p) and given.dropout_seed is None
     if drawn:
-        seed = drawn_seed(q)
-    bias = given.bias
+        given = given._replace(dropout_seed=drawn_seed(q))
     for part in () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,):
         if not isinstance(part, Tensor) and type(part) not in _FIELDS:
             raise NotImplementedError(f"bias: {type(part).__name__} is not taken by {FUNCTION}")
-    arguments = _literal(((q, k, v), bias, given.mask, given.sink, seed), tensors)
-    words = repr((
-        ranks.group.group_name, ranks.device, load_balancer, arguments, tuple(options),
-        given.method, given.validate, given.return_lse, drawn, tuple([x.requires_grad for x in tensors]),
-    ))  # fmt: skip
+    arguments = _literal(tuple(given._replace(qkv=(q, k, v), options=options)), tensors)
+    needs = tuple([x.requires_grad for x in tensors])
+    words = repr((ranks.group.group_name, ranks.device, load_balancer, arguments, drawn, needs))
     o, lse, _ = torch.ops.tilewise.context_parallel(tensors, words)
     return o, lse
 
@@ -108,16 +101,15 @@ def _value(literal: tuple[str, Any], tensors: Tensors) -> Any:
 
 @lru_cache(maxsize=1024)
 def traced(words: str) -> Traced:
-    found = Traced(*ast.literal_eval(words))
-    return found._replace(options=CallOptions(*found.options))
+    return Traced(*ast.literal_eval(words))
 
 
 def arguments_of(call: Traced, tensors: Tensors) -> Arguments:
     """Return the arguments as passed to `context_parallel_attention`."""
-    qkv, bias, mask, sink, seed = _value(call.arguments, tensors)
+    given = Arguments(*_value(call.arguments, tensors))
     if call.drawn:  # a copy, as an operator must not write to its arguments
-        seed = seed.clone()
-    return Arguments(qkv, bias, mask, sink, seed, call.options, {}, call.method, call.validate, call.return_lse)
+        given = given._replace(dropout_seed=given.dropout_seed.clone())  # type: ignore[union-attr]
+    return given._replace(options=CallOptions(*given.options))
 
 
 def ranks_of(call: Traced) -> Ranks:
@@ -143,26 +135,24 @@ def _prepared(tensors: Tensors, call: Traced) -> tuple[Method, ContextParallelCa
 
 def _forward(tensors: Tensors, call: str) -> tuple[Tensor, Tensor, Tensor]:
     what = traced(call)
+    has_lse = _has_lse(arguments_of(what, tensors), what)
     with autograd_again(), torch.no_grad():
         method, sharded, found, _ = _prepared(tensors, what)
-        (o, lse, o_low), _ = method.forward(sharded, found, (True, _has_lse(what), True))
-    lse = o.new_empty(0, dtype=lse_dtype(o.dtype)) if lse is None or not _has_lse(what) else lse.contiguous()
+        (o, lse, o_low), _ = method.forward(sharded, found, (True, has_lse, True))
+    lse = o.new_empty(0, dtype=lse_dtype(o.dtype)) if lse is None or not has_lse else lse.contiguous()
     return o.contiguous(), lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low.contiguous()
 
 
-def _has_lse(call: Traced) -> bool:
-    return call.return_lse or any(call.needs)
+def _has_lse(given: Arguments, call: Traced) -> bool:
+    return given.return_lse or any(call.needs)
 
 
 def _forward_fake(tensors: Tensors, call: str) -> tuple[Tensor, Tensor, Tensor]:
-    what = traced(call)
-    q, v = tensors[0], tensors[2]
+    given, (q, _, v) = arguments_of(traced(call), tensors), tensors[:3]
     o = q.new_empty((*q.shape[:3], v.shape[3]))
-    shape = tuple(q.shape[:3]) if _has_lse(what) else (0,)
-    low = keeps_low_bits(q.dtype, threshold(what.options.dropout_p))
-    return (
-        o, q.new_empty(shape, dtype=lse_dtype(q.dtype)), q.new_empty(o.shape if low else (0,), dtype=torch.int16)
-    )  # fmt: skip
+    shape = tuple(q.shape[:3]) if _has_lse(given, traced(call)) else (0,)
+    low = o.shape if keeps_low_bits(q.dtype, threshold(given.options.dropout_p)) else (0,)
+    return o, q.new_empty(shape, dtype=lse_dtype(q.dtype)), q.new_empty(low, dtype=torch.int16)
 
 
 def _backward(

@@ -95,7 +95,7 @@ def hides(call: ContextParallelCall, tensors: Tensors, keys: int) -> bool:
 def moving_bytes(call: ContextParallelCall, tensors: Tensors) -> tuple[int, int]:
     """Return the bytes of tensors that move with one rank's keys, and of their gradients."""
     moving = [tensors[n] for n in call.moving]
-    share = call.sent_share
+    share = call.ranks.split.sent_share
     return int(share * sum(bytes_of(x) for x in moving)), int(share * sum(wide_bytes(x) for x in moving))
 
 
