@@ -30,7 +30,7 @@ class Alone(Method):
 
     def backward(self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Flags) -> Grads:
         first = _first_head(call)
-        return part_gradients(call, *saved, cotangents, call.everything, needs, sink=True, first_head=first)
+        return part_gradients(call, *saved, cotangents, call.everything, needs, first_head=first)
 
     def cost(self, call: ContextParallelCall, tensors: Tensors) -> Cost:
         return Cost("all_to_all", 0, 0, 0)
@@ -45,20 +45,20 @@ class AllToAll(Method):
     def forward(self, call: ContextParallelCall, tensors: Tensors, asked: Flags) -> tuple[Outputs, Saved]:
         outputs, saved = self.inner.forward(traded_call(call), _traded(call, tensors), asked)
         found = [x if yes else None for x, yes in zip(outputs, asked, strict=True)]
-        return Outputs(*(None if x is None else rows_of_heads(x, _inside(call), 1, 2) for x in found)), saved  # type: ignore[arg-type]
+        return Outputs(*(None if x is None else rows_of_heads(x, call.ranks.inside, 1, 2) for x in found)), saved  # type: ignore[arg-type]
 
     def backward(self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Flags) -> Grads:
         grads = self.inner.backward(traded_call(call), saved, _of_my_heads(call, cotangents), needs)
         if call.ranks.axes:
             grads = summed(call, grads, call.ranks.axes[0])
         pairs = zip(grads, call.slots, strict=True)
-        return [None if grad is None else _gradient(_inside(call), grad, slot) for grad, slot in pairs]
+        return [None if grad is None else _gradient(call.ranks.inside, grad, slot) for grad, slot in pairs]
 
     def saved(self, call: ContextParallelCall, tensors: Tensors, outputs: Outputs) -> Saved:
         return self.inner.saved(traded_call(call), _traded(call, tensors), _of_my_heads(call, outputs))
 
     def cost(self, call: ContextParallelCall, tensors: Tensors) -> Cost:
-        size, (q, _, v) = _inside(call).size, tensors[:3]
+        size, (q, _, v) = call.ranks.inside.size, tensors[:3]
         where = f"the {size} of its second axis" if call.ranks.axes else f"{size} ranks"
         for name, heads in (("query heads", call.sizes.H), ("key/value heads", call.sizes.Hkv)):
             if heads % size:
@@ -67,19 +67,15 @@ class AllToAll(Method):
         o = q.numel() // q.shape[3] * v.shape[3] * q.element_size()
         forward, backward, held = o * (size - 1) // size, o * (size - 1) // size, 0
         for x, slot in zip(tensors, call.slots, strict=True):
-            if slot.replicated:
-                continue
-            if slot.heads is not None:
+            if slot.heads is not None and slot.split is not None:
                 sent = bytes_of(x) * (size - 1) // size
                 forward, backward = forward + sent, backward + (sent if x.requires_grad else 0)
                 held += bytes_of(x)
-            else:
-                forward, held = forward + (size - 1) * bytes_of(x), held + (size - 1) * bytes_of(x)
-                backward += (size - 1) * wide_bytes(x)
-        return replace(
-            inner, forward_bytes=inner.forward_bytes + forward, backward_bytes=inner.backward_bytes + backward,
-            held_bytes=inner.held_bytes + held,
-        )  # fmt: skip
+            elif slot.split is not None:
+                sent = (size - 1) * bytes_of(x)
+                forward, backward, held = forward + sent, backward + (size - 1) * wide_bytes(x), held + sent
+        more = {"forward_bytes": forward, "backward_bytes": backward, "held_bytes": held}
+        return replace(inner, **{name: getattr(inner, name) + x for name, x in more.items()})
 
 
 def traded_call(call: ContextParallelCall) -> ContextParallelCall:
@@ -91,18 +87,13 @@ def traded_call(call: ContextParallelCall) -> ContextParallelCall:
     return replace(call, ranks=across, sizes=sizes)
 
 
-def _inside(call: ContextParallelCall) -> Ranks:
-    """Return the ranks that trade."""
-    return call.ranks.axes[1] if call.ranks.axes else call.ranks
-
-
 def _first_head(call: ContextParallelCall) -> int:
     return call.ranks.rank * (call.sizes.H // call.ranks.size)
 
 
 def _traded(call: ContextParallelCall, tensors: Tensors) -> list[Tensor]:
     """Return the tensors with all rows of this rank's heads."""
-    ranks, found = _inside(call), []
+    ranks, found = call.ranks.inside, []
     for x, slot in zip(tensors, call.slots, strict=True):
         if slot.heads is None:
             found.append(x if slot.split is None else gathered(x, ranks, slot.split))
@@ -128,4 +119,4 @@ def _gradient(ranks: Ranks, grad: Tensor, slot: Slot) -> Tensor:
 
 
 def _of_my_heads(call: ContextParallelCall, rows: Outputs) -> Outputs:
-    return Outputs(*(None if x is None else heads_of_rows(x, _inside(call), 1, 2) for x in rows))  # type: ignore[arg-type]
+    return Outputs(*(None if x is None else heads_of_rows(x, call.ranks.inside, 1, 2) for x in rows))  # type: ignore[arg-type]

@@ -143,18 +143,18 @@ def gradients(
     do = o.new_zeros((sizes.B, sizes.H, call.queries, o.shape[3])) if do is None else do.resolve_neg()
     cotangents = Outputs(do, None if dlse is None else dlse.resolve_neg())
     grads = method.backward(call, saved, cotangents, needs)
-    return summed(call, grads, call.ranks.axes[1] if call.ranks.axes else call.ranks)
+    return summed(call, grads, call.ranks.inside)
 
 
 def part_gradients(
     call: ContextParallelCall, tensors: Tensors, outputs: Outputs, cotangents: Outputs,
-    at: tuple[Chunk, Chunk], needs: Flags, *, sink: bool = False, first_head: int = 0,
+    at: tuple[Chunk, Chunk], needs: Flags, *, sink: bool = True, first_head: int = 0,
 ) -> Grads:  # fmt: skip
-    """Return what some queries and some keys add to the gradients of ``tensors``, which are cut to these.
+    """Return what the queries and keys ``at`` add to the gradients of ``tensors``, cut to these.
 
     dS = P ∘ (dP − D) holds for a part of a row with the LSE and o of the whole row, ``outputs``: this is the operator's
     backward with them. Autograd differentiates the step from a bias term's tensors to its bias components."""
-    leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+    leaves = [x.detach().requires_grad_(need) for x, need in zip(call.cut(tensors, *at), needs, strict=True)]
     with torch.enable_grad():
         local = call.local(leaves, *at, sink=sink, first_head=first_head)
     inputs = local.inputs

@@ -39,12 +39,10 @@ LATE = 2**24  # bytes that a rank sends: about 0.1 ms with NVLink on Hopper, les
 def groups_of(call: ContextParallelCall, tensors: Tensors) -> int:
     """Return the number of groups, equal on all ranks: a divisor of the key/value heads. It is 1 if a matrix that heads
     share requires grad, as summing its gradient over groups would take a second matrix."""
-    for x, slot in zip(tensors, call.slots, strict=True):
-        if slot.columns is not None and slot.heads is None and x.requires_grad:
-            return 1
-    (q, _, v), size, heads = tensors[:3], call.ranks.size, call.sizes.Hkv
-    flops = 2 * (q.shape[3] + v.shape[3]) * sum(call.pairs(rank) for rank in range(size)) // size
-    least = call.group_flops
+    shared = [x for x, slot in zip(tensors, call.slots, strict=True) if slot.columns is not None and slot.heads is None]
+    if any(x.requires_grad for x in shared):
+        return 1
+    heads, flops, least = call.sizes.Hkv, sum(call.flops(tensors)) // call.ranks.size, call.group_flops
     fit = [n for n in range(1, min(heads, MOST_GROUPS) + 1) if heads % n == 0 and flops >= n * least]
     return max(fit, default=1)
 
@@ -83,7 +81,7 @@ class _Keys:
         self.shared = {n: self._whole(n, coming) for n, coming in found.items()}
         self.coming: list[list[_Coming]] = []
         # With little to send, the rank's own sequences start first.
-        moving = sum(tensors[n].numel() * tensors[n].element_size() for n in self.by_heads)
+        moving = sum(bytes_of(tensors[n]) for n in self.by_heads)
         self.late = call.documents is not None and groups == 1 and call.ranks.split.sent_share * moving <= LATE
         for n in range(0 if self.late else min(AHEAD, groups)):
             self._issue(Group(n, groups))
@@ -141,11 +139,6 @@ class _Gradients:
         self.going: list[tuple[Group, list[tuple[int, Any, Tensor, Tensor]]]] = []
         self.filling: dict[int, Tensor] = {}
 
-    def begin(self) -> None:
-        """Receive gradients of earlier groups until fewer than `AHEAD` groups are under way."""
-        while len(self.going) >= AHEAD:
-            self._receive()
-
     def add(self, n: int, grad: Tensor, key: Chunk) -> None:
         """Add a gradient of the keys ``key`` to that of tensor ``n``."""
         self.filling[n] = self.call.seen.added(self.filling.get(n), grad, key, self.call.moving[n])
@@ -170,16 +163,14 @@ class _Gradients:
         assert whole is not None
         return group.part(whole, self.call.slots[n].heads)
 
-    def _receive(self) -> None:
-        group, works = self.going.pop(0)
-        for n, work, _, received in works:
-            work.wait()
-            grad = torch.sum(received, 0, dtype=lse_dtype(received.dtype))
-            self.call.seen.arrive(self._total(group, n), grad, self.call.moving[n])
-
-    def finish(self) -> None:
-        while self.going:
-            self._receive()
+    def receive(self, most: int) -> None:
+        """Receive gradients of earlier groups until at most so many groups are under way."""
+        while len(self.going) > most:
+            group, works = self.going.pop(0)
+            for n, work, _, received in works:
+                work.wait()
+                grad = torch.sum(received, 0, dtype=lse_dtype(received.dtype))
+                self.call.seen.arrive(self._total(group, n), grad, self.call.moving[n])
 
 
 @dataclass(frozen=True)
@@ -195,7 +186,7 @@ class Gathered(Method):
             for queries, found in parts:
                 for query in queries:
                     key = call.seen_keys(query)
-                    part = call.outputs(call.cut(found, query, key), query, key, first_head=_first_head(call, group))
+                    part = call.outputs(found, query, key, first_head=_first_head(call, group))
                     if whole is None and self.groups == 1 and query.length == q.shape[2]:
                         whole = part
                         continue
@@ -216,15 +207,13 @@ class Gathered(Method):
         keys = _Keys(call, tensors, groups)
         leaving = _Gradients(call, [n for n in keys.by_heads if needs[n]], totals)
         for group, parts in keys:
-            leaving.begin()
+            leaving.receive(AHEAD - 1)
             for queries, found in parts:
                 # Chunks that see the most keys first: the others add to their gradients.
                 for query in sorted(queries, key=lambda query: -call.seen_keys(query).length):
                     at = query, call.seen_keys(query)
                     rows = _rows(outputs, group, query), _rows(cotangents, group, query)
-                    grads = part_gradients(
-                        call, call.cut(found, *at), *rows, at, needs, sink=True, first_head=_first_head(call, group)
-                    )
+                    grads = part_gradients(call, found, *rows, at, needs, first_head=_first_head(call, group))
                     for n, grad in enumerate(grads):
                         if grad is None:
                             continue
@@ -238,7 +227,7 @@ class Gathered(Method):
                     del grads
                 del found
             leaving.send(group)
-        leaving.finish()
+        leaving.receive(0)
         for n in keys.shared:
             total = totals[n]
             if total is not None:

@@ -139,6 +139,11 @@ class Ranks:
     def size(self) -> int:
         return self.split.size
 
+    @property
+    def inside(self) -> Ranks:
+        """Return the ranks that trade rows for heads: of a mesh of two axes those along the second."""
+        return self.axes[1] if self.axes else self
+
     @classmethod
     def of(cls, mesh: DeviceMesh, load_balancer: LoadBalancer, most_axes: int = 1) -> Ranks:
         """Return the ranks of a mesh of one axis, or two; raise an error that names the mesh or the load balancer."""

@@ -42,7 +42,8 @@ def check_method(method: str) -> None:
 
 
 def choose(call: ContextParallelCall, tensors: Tensors, method: str) -> str:
-    """Return the method's name; raise an error if it cannot run the call."""
+    """Return the method's name; raise an error if the call is invalid, or the method cannot run it."""
+    _check_locally(call, tensors)
     if not call.ranks.axes:
         return make_plan(call, tensors, method).method
     name = "all_gather" if method == "all_gather" else "ring"
@@ -59,8 +60,7 @@ def choose(call: ContextParallelCall, tensors: Tensors, method: str) -> str:
 def make_plan(call: ContextParallelCall, tensors: Tensors, method: str) -> ContextParallelPlan:
     """Return the plan of a call; raise a ValueError if ``method`` cannot run it."""
     costs = tuple(make(call, tensors).cost(call, tensors) for make in METHODS.values())
-    q, _, v = tensors[:3]
-    flops = tuple(2 * (q.shape[3] + v.shape[3]) * call.pairs(rank) for rank in range(call.ranks.size))
+    flops = call.flops(tensors)
     if method != "auto":
         asked = next(cost for cost in costs if cost.method == method)
         if asked.declines is not None:
@@ -94,11 +94,7 @@ def prepare(
         call, tensors = read(splitting, given)
         return _description(call, tensors, given), beside, (call, tensors)
 
-    def choose_method(found: tuple[ContextParallelCall, list[Tensor]]) -> str:
-        _check_locally(*found)
-        return choose(*found, given.method)
-
-    name, (call, tensors) = settled(ranks, given.validate, read_call, choose_method)
+    name, (call, tensors) = settled(ranks, given.validate, read_call, lambda x: choose(*x, given.method))
     if call.drawn:
         share_seed(call)
     return method_of(name, call, tensors), call, tensors
@@ -118,15 +114,13 @@ def explain(ranks: Ranks, given: Arguments) -> ContextParallelPlan:
     return make_plan(call, tensors, given.method)
 
 
-def _check_locally(call: ContextParallelCall, tensors: list[Tensor]) -> None:
+def _check_locally(call: ContextParallelCall, tensors: Tensors) -> None:
     """Raise any error of a local call before anything is sent. Of a packed batch other ranks' keys are views without
     memory."""
     check_backend(call.options.backend)
     query, found = call.row_chunks[0], list(tensors)
-    if call.documents is None:
-        key = call.ranks.chunks(call.keys)[0]
-    else:
-        key = call.seen_keys(query)
+    key = call.ranks.chunks(call.keys)[0] if call.documents is None else call.seen_keys(query)
+    if call.documents is not None:
         for n, axis in call.moving.items():
             shape = list(tensors[n].shape)
             shape[axis] = call.sizes.N
@@ -141,12 +135,11 @@ def _check_locally(call: ContextParallelCall, tensors: list[Tensor]) -> None:
 def _description(call: ContextParallelCall, tensors: list[Tensor], given: Arguments) -> Description:
     """Return (name, value) pairs that must be equal on all ranks."""
     names = [slot.name for slot in call.slots]
-    layouts = []
-    for n, (name, x) in enumerate(zip(names, tensors, strict=True)):
-        count = names[:n].count(name)
-        layouts.append((f"{name} ({count + 1})" if count else name, (tuple(x.shape), x.dtype, x.requires_grad)))
+    counts = [names[: n + 1].count(name) for n, name in enumerate(names)]
+    names = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts, strict=True)]
+    layouts = [(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors]
     return (
-        *layouts, ("bias terms", tuple(repr(piece.term) for piece in call.pieces)),
+        *zip(names, layouts, strict=True), ("bias terms", tuple(repr(piece.term) for piece in call.pieces)),
         *call.options._asdict().items(), ("method", given.method), ("load_balancer", call.ranks.split.pieces),
         ("return_lse", given.return_lse), ("dropout_seed", (call.seed is None, call.drawn)),
         ("torch.is_grad_enabled()", torch.is_grad_enabled()), ("mesh", tuple(x.size for x in call.ranks.axes)),

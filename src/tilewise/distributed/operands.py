@@ -179,12 +179,10 @@ class ContextParallelCall:
         seen = sum(visible_pairs(x.length, self.sizes.N, self.band.shifted(x.start)) for x in chunks)
         return self.sizes.B * self.sizes.H * seen
 
-    @property
-    def hop_pairs(self) -> int:
-        """Return the number of pairs of this rank's queries and another's keys, over batch and heads."""
-        if self.documents is not None:
-            return self.pairs(self.ranks.rank) // self.ranks.size
-        return self.sizes.B * self.sizes.H * self.queries * self.keys
+    def flops(self, tensors: Tensors) -> tuple[int, ...]:
+        """Return the forward FLOPs of each rank."""
+        q, _, v = tensors[:3]
+        return tuple(2 * (q.shape[3] + v.shape[3]) * self.pairs(rank) for rank in range(self.ranks.size))
 
     @property
     def group_flops(self) -> float:
@@ -239,7 +237,8 @@ class ContextParallelCall:
 
     def outputs(self, tensors: Tensors, query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0) -> Outputs:
         """Return the outputs of these queries and keys with the low bits of o, without a derivative."""
-        return attention_outputs(*self.local(tensors, query, key, sink=sink, first_head=first_head))
+        found = self.cut(tensors, query, key)
+        return attention_outputs(*self.local(found, query, key, sink=sink, first_head=first_head))
 
     # --- views of tensors ---
 

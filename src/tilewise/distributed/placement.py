@@ -27,15 +27,10 @@ def shard(
     Raises:
         ValueError, TypeError: an invalid argument or length; the message names it, its value and what is allowed.
     """
-    if cu_seqlens is not None:
-        ranks, dim = _of_packed(tensor, mesh, load_balancer, dim, cu_seqlens, 1)
-        found = tensor.narrow(dim, ranks.rank * (tensor.shape[dim] // ranks.size), tensor.shape[dim] // ranks.size)
-        if load_balancer is not None:
-            found = tensor.index_select(dim, ranks.split.rows(ranks.rank).to(tensor.device))
-        return found.contiguous()
-    ranks = Ranks.of(mesh, load_balancer, 2)
-    dim = _axis(tensor, 2 if dim is None else dim)
-    count = ranks.size * ranks.split.pieces
+    ranks, dim = _where(tensor, mesh, load_balancer, dim, cu_seqlens, True)
+    if cu_seqlens is not None and load_balancer is not None:
+        return tensor.index_select(dim, ranks.split.rows(ranks.rank).to(tensor.device)).contiguous()
+    count = ranks.size * (ranks.split.pieces if cu_seqlens is None else 1)
     if tensor.shape[dim] % count:
         words = f"{ranks.size} ranks" + (" with a head and a tail each" if ranks.split.pieces == 2 else "")
         raise ValueError(
@@ -57,24 +52,23 @@ def unshard(
     Raises:
         ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
     """
-    if cu_seqlens is not None:
-        ranks, dim = _of_packed(tensor, mesh, load_balancer, dim, cu_seqlens, Ranks.of(mesh, None).size)
-        return gather(tensor, ranks, dim)
-    ranks = Ranks.of(mesh, load_balancer, 2)
-    dim = _axis(tensor, 2 if dim is None else dim)
-    if tensor.shape[dim] % ranks.split.pieces:
+    ranks, dim = _where(tensor, mesh, load_balancer, dim, cu_seqlens, False)
+    if cu_seqlens is None and tensor.shape[dim] % ranks.split.pieces:
         raise ValueError(f"tensor: a shard of a head and a tail has an even length, got shape {tuple(tensor.shape)}")
     for one in reversed(ranks.axes or (ranks,)):
         tensor = gather(tensor, one, dim)
     return tensor
 
 
-def _of_packed(
-    tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer, dim: int | None, cu_seqlens: Any, parts: int
+def _where(
+    tensor: Tensor, mesh: DeviceMesh, load_balancer: LoadBalancer, dim: int | None, cu_seqlens: Any, is_whole: bool
 ) -> tuple[Ranks, int]:
-    """Return the ranks and the axis; ``parts`` tensors of this length hold all tokens."""
+    """Return the ranks and the axis."""
+    if cu_seqlens is None:
+        return Ranks.of(mesh, load_balancer, 2), _axis(tensor, 2 if dim is None else dim)
     offsets = read_offsets("cu_seqlens", cu_seqlens)
     ranks, dim = packed_ranks(mesh, load_balancer, offsets), _axis(tensor, 0 if dim is None else dim)
+    parts = 1 if is_whole else ranks.size
     if tensor.shape[dim] * parts != offsets[-1]:
         raise ValueError(
             f"tensor: expected {offsets[-1] // parts} of the {offsets[-1]} tokens of cu_seqlens along dim {dim}, got "

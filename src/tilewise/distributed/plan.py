@@ -87,9 +87,10 @@ class Method(Protocol):
 
 def hides(call: ContextParallelCall, tensors: Tensors, keys: int) -> bool:
     """True if the products of this rank's queries and another's keys take longer than sending ``keys`` bytes."""
-    q, v = tensors[0], tensors[2]
-    products = 2 * (q.shape[3] + v.shape[3]) * call.hop_pairs
-    return products >= HIDDEN_FROM * keys
+    (q, _, v), (B, H, *_), ranks = tensors[:3], call.sizes, call.ranks
+    dense = B * H * call.queries * call.keys
+    pairs = dense if call.documents is None else call.pairs(ranks.rank) // ranks.size
+    return 2 * (q.shape[3] + v.shape[3]) * pairs >= HIDDEN_FROM * keys
 
 
 def moving_bytes(call: ContextParallelCall, tensors: Tensors) -> tuple[int, int]:

@@ -90,7 +90,7 @@ class Ring(Method):
         lse = o.new_full(o.shape[:3], -torch.inf)
         for found, parts in _stages(call, tensors):
             for query, key in parts:
-                part, part_lse, part_low = call.outputs(call.cut(found, query, key), query, key, sink=False)
+                part, part_lse, part_low = call.outputs(found, query, key, sink=False)
                 assert part_lse is not None
                 rows, rows_lse = (x.narrow(2, query.local, query.length) for x in (o, lse))
                 _add_part(rows, rows_lse, with_low_bits(part, part_low), part_lse)
@@ -111,8 +111,7 @@ class Ring(Method):
                 totals[n] = call.accumulator(n, tensors[n])
             for at in parts:
                 rows = _rows(outputs, at[0]), _rows(cotangents, at[0])
-                grads = part_gradients(call, call.cut(tensors, *at), *rows, at, asked)
-                for m, grad in enumerate(grads):
+                for m, grad in enumerate(part_gradients(call, tensors, *rows, at, asked, sink=False)):
                     total = totals[m]
                     if grad is not None and total is not None:
                         call.cut_one(m, total, *at).add_(grad)

@@ -78,12 +78,12 @@ def transpose_shards(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """
     ranks = Ranks.of(mesh, None)
     _check_local("tensor", tensor, "transpose_shards", ranks)
-    if tensor.dim() < 3:
-        raise ValueError(f"tensor: expected (B, rows, columns, ...), got shape {tuple(tensor.shape)}")
-    if tensor.shape[2] % ranks.size:
+    shape = tuple(tensor.shape)
+    if len(shape) < 3:
+        raise ValueError(f"tensor: expected (B, rows, columns, ...), got shape {shape}")
+    if shape[2] % ranks.size:
         raise ValueError(
-            f"tensor: the {tensor.shape[2]} columns must be a multiple of the {ranks.size} ranks, got shape "
-            f"{tuple(tensor.shape)}"
+            f"tensor: the {shape[2]} columns must be a multiple of the {ranks.size} ranks, got shape {shape}"
         )
     return _transposed(tensor, ranks)
 
@@ -102,7 +102,12 @@ def _run(
         check_flag("validate", validate)
         check_flag("return_aux", return_aux)
         _check(*qkv, bias, mask, ranks)
-        return _description(qkv, bias, mask, scale, return_aux), (), None
+        named = zip((*"qkv", "bias"), (*qkv, bias), strict=True)
+        layouts = [(name, (tuple(x.shape), x.dtype, x.requires_grad)) for name, x in named]
+        return (
+            ("function", FUNCTION), *layouts, ("mask", mask is None), ("scale", scale), ("return_aux", return_aux),
+            ("torch.is_grad_enabled()", torch.is_grad_enabled()),
+        ), (), None  # fmt: skip
 
     settled(ranks, validate, read, lambda _: FUNCTION)
     whole = gather(bias, ranks, bias.dim() - 2)
@@ -112,41 +117,26 @@ def _run(
     return (*found, None) if return_aux else found
 
 
-def _description(
-    qkv: tuple[Tensor, ...], bias: Tensor, mask: Tensor | None, scale: float | None, return_aux: bool
-) -> Description:
-    """Return (name, value) pairs that must be equal on all ranks."""
-    named = {**dict(zip("qkv", qkv, strict=True)), "bias": bias}
-    layouts = [(name, (tuple(x.shape), x.dtype, x.requires_grad)) for name, x in named.items()]
-    return (
-        ("function", FUNCTION), *layouts, ("mask", mask is None), ("scale", scale), ("return_aux", return_aux),
-        ("torch.is_grad_enabled()", torch.is_grad_enabled()),
-    )  # fmt: skip
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, ranks: Ranks) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), *([] if mask is None else [("mask", mask)])):
-        _check_local(name, x, FUNCTION, ranks)
-    n = q.dim()
+    for name, x in {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}.items():
+        if x is not None or name != "mask":
+            _check_local(name, x, FUNCTION, ranks)
+    n, lead, shape = q.dim(), tuple(q.shape[:-3]), tuple(q.shape)
     if n not in (4, 5):
-        raise ValueError(
-            f"q: expected (B, N / ranks, heads, queries, head_dim), or without B, got shape {tuple(q.shape)}"
-        )
-    lead = tuple(q.shape[:-3])
+        raise ValueError(f"q: expected (B, N / ranks, heads, queries, head_dim), or without B, got shape {shape}")
     for name, x in (("k", k), ("v", v)):
         if x.dim() != n or tuple(x.shape[:-3]) != lead:
             raise ValueError(f"{name}: leading dimensions must equal q's {lead}, got shape {tuple(x.shape)}")
     if 0 in lead:
-        raise ValueError(f"q: a rank must have a row, got shape {tuple(q.shape)}")
+        raise ValueError(f"q: a rank must have a row, got shape {shape}")
     check_qkv(*(x if n == 4 else x[0] for x in (q, k, v)))
     H, Q, K = *q.shape[-3:-1], k.shape[-2]
     if Q % ranks.size:
-        raise ValueError(f"q: the {Q} queries must be a multiple of the {ranks.size} ranks, got shape {tuple(q.shape)}")
+        raise ValueError(f"q: the {Q} queries must be a multiple of the {ranks.size} ranks, got shape {shape}")
     if bias.dtype not in DTYPES:
         raise TypeError(f"bias: dtype must be float16, bfloat16, float32 or float64, got {bias.dtype}")
     mine = (*lead[:-1], 1, H, Q // ranks.size, K)
-    fits = bias.dim() == n and broadcasts(bias.shape[:-2], mine[:-2]) and tuple(bias.shape[-2:]) == mine[-2:]
-    if not fits:
+    if bias.dim() != n or not broadcasts(bias.shape[:-2], mine[:-2]) or tuple(bias.shape[-2:]) != mine[-2:]:
         raise ValueError(
             f"bias: expected this rank's rows of queries, ({', '.join(f'{x}|1' for x in mine[:-2])}, {mine[-2]}, "
             f"{mine[-1]}), got shape {tuple(bias.shape)}"
