@@ -19,14 +19,16 @@ from tilewise.distributed.autograd import gathered, heads_of_rows, part_gradient
 from tilewise.distributed.layout import Flags, Grads, Ranks, Tensors
 from tilewise.distributed.operands import ContextParallelCall, Slot
 from tilewise.distributed.plan import Cost, Method, Saved, bytes_of, wide_bytes
+from tilewise.operator.autograd import public_lse
 
 
 class Alone(Method):
     """One local call of all rows of this rank's heads."""
 
     def forward(self, call: ContextParallelCall, tensors: Tensors, asked: Flags) -> tuple[Outputs, Saved]:
-        outputs = call.outputs(tensors, *call.everything, first_head=_first_head(call))
-        return outputs, Saved(tensors, outputs)
+        found = call.outputs(tensors, *call.everything, first_head=_first_head(call), saved_lse=True)
+        assert found.lse is not None
+        return found._replace(lse=public_lse(found.lse, found.o)), Saved(tensors, found)
 
     def backward(self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Flags) -> Grads:
         first = _first_head(call)

@@ -235,10 +235,11 @@ class ContextParallelCall:
         score = replace(call.score, band=band, origin=origin if call.score.dropout else call.score.origin)
         return call._replace(score=score)
 
-    def outputs(self, tensors: Tensors, query: Chunk, key: Chunk, *, sink: bool = True, first_head: int = 0) -> Outputs:
-        """Return the outputs of these queries and keys with the low bits of o, without a derivative."""
-        found = self.cut(tensors, query, key)
-        return attention_outputs(*self.local(found, query, key, sink=sink, first_head=first_head))
+    def outputs(self, tensors: Tensors, query: Chunk, key: Chunk, *, saved_lse: bool = False, **more: Any) -> Outputs:
+        """Return the outputs of these queries and keys with the low bits of o, without a derivative. ``more``: see
+        `local`; ``saved_lse``: see `attention_outputs`."""
+        local = self.local(self.cut(tensors, query, key), query, key, **more)
+        return attention_outputs(*local, saved_lse=saved_lse)
 
     # --- views of tensors ---
 

@@ -287,17 +287,21 @@ def attention_op(
     return eager_attention(inputs, terms, forward_of(inputs, terms), None, return_lse)
 
 
-def attention_outputs(inputs: Inputs, score: Score, deterministic: bool, backend: str) -> Outputs:
-    """Return the `Outputs` of `attention_op` without autograd, for callers with their own backward."""
+def attention_outputs(
+    inputs: Inputs, score: Score, deterministic: bool, backend: str, *, saved_lse: bool = False
+) -> Outputs:  # fmt: skip
+    """Return the `Outputs` of `attention_op` without autograd, for callers with their own backward. With ``saved_lse``
+    the LSE has the dtype that the backward gets, see `saved_lse_dtype`."""
     terms = ScoreNumbers.of(score, deterministic, backend)
-    if not is_eager(inputs.tensors()):
+    if is_eager(inputs.tensors()):
+        run = forward_of(inputs, terms)
+        if profiler._is_profiler_enabled:
+            run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
+        o, lse, o_low = run(inputs)
+    else:
         o, lse, o_low = ATTENTION.traced_call(*inputs.flat(), *terms)
-        return Outputs(o, public_lse(lse, o), o_low if o_low.shape == o.shape else None)
-    run = forward_of(inputs, terms)
-    if profiler._is_profiler_enabled:
-        run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
-    o, lse, o_low = run(inputs)
-    return Outputs(o, None if lse is None else public_lse(lse, o), o_low)
+        o_low = o_low if o_low.shape == o.shape else None
+    return Outputs(o, lse if lse is None or saved_lse else public_lse(lse, o), o_low)
 
 
 def eager_attention(
