@@ -33,10 +33,10 @@ class _Axes(NamedTuple):
     split: int | None = None  # this rank's queries or keys
 
 
-# Axes of the fields of bias terms; `_axes_of` drops axes of size 1.
+# Axes of sinks and of the fields of bias terms; `_axes_of` drops axes of size 1.
 _FIELDS = {
     "values": _Axes(0, 1, 2), "u": _Axes(0, 1, 2), "w": _Axes(0, 1, 2), "table": _Axes(None, 1), "buckets": _Axes(),
-    "query_start": _Axes(0), "key_start": _Axes(0),
+    "query_start": _Axes(0), "key_start": _Axes(0), "slopes": _Axes(0, 1), "sink": _Axes(0, 1, 2),
 }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def attention_of_sequences(
     found = given._replace(
         qkv=locals_, bias=None if bias is None else pieces[0] if one else tuple(pieces),
         mask=None if mask is None else _local_operand(place, "mask", mask, sizes),
-        sink=None if sink is None else place.local("sink", sink, _sink_axes(sink)),
+        sink=None if sink is None else place.local("sink", sink, _axes_of("sink", sink)),
     )  # fmt: skip
     ranks = Ranks.of_group(place.mesh.get_group(place.axis), place.mesh.device_type, load_balancer)
     o, lse = attend_shards(ranks, load_balancer, found)
@@ -132,10 +132,9 @@ def _local_piece(place: _Place, part: Any, sizes: tuple[int, int]) -> Any:
     return replace(part, **local)  # type: ignore[type-var]
 
 
-def _axes_of(field: str, x: Tensor) -> _Axes:
-    if field == "slopes":
-        return _full(x, _Axes(None, 0) if x.dim() == 1 else _Axes(0, 1))
-    return _full(x, _FIELDS[field]) if x.dim() > 0 else _Axes()
+def _axes_of(name: str, x: Tensor) -> _Axes:
+    by_heads = x.dim() == 1 and name in ("slopes", "sink")
+    return _full(x, _Axes(None, 0) if by_heads else _FIELDS[name]) if x.dim() > 0 else _Axes()
 
 
 def _full(x: Tensor, axes: _Axes) -> _Axes:
@@ -152,7 +151,3 @@ def _local_operand(place: _Place, name: str, x: Any, sizes: tuple[int, int]) -> 
         raise ValueError(f"{name}: shape {tuple(x.shape)} does not broadcast to (.., {sizes[0]}, {sizes[1]})")
     split = rows if rows is not None and x.shape[rows] != 1 else keys
     return place.local(name, x, _full(x, _Axes(batch, heads, split)))
-
-
-def _sink_axes(sink: Tensor) -> _Axes:
-    return _full(sink, _Axes(None, 0) if sink.dim() == 1 else _Axes(0, 1, 2))
