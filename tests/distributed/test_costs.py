@@ -10,7 +10,7 @@ from tilewise.distributed.operands import Arguments, CallOptions, read
 
 
 def test_on_two_axes_a_rank_sends_what_both_methods_send():
-    """Of 2 x 4 ranks: a hop of the ring, and 3 of 4 parts of q, k, v and o."""
+    """A rank of 2 x 4 makes a hop of the ring, and trades 3 of 4 parts of q, k, v and o."""
     across, inside = (Ranks(None, 0, Split(size, 1), "cpu") for size in (2, 4))
     ranks = Ranks(None, 0, Split(8, 1), "cpu", (across, inside))
     q, k, v = (torch.zeros(1, heads, 64, 32, requires_grad=True) for heads in (8, 4, 4))

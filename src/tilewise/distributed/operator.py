@@ -46,6 +46,7 @@ class Traced(NamedTuple):
     device: str
     load_balancer: LoadBalancer
     arguments: tuple  # `Arguments`, as `_literal` returns them
+    has_lse: bool  # asked for, or for the backward
     drawn: bool  # each rank has drawn a seed; the first rank's is used
     needs: tuple[bool, ...]  # which tensors require grad
 
@@ -65,7 +66,8 @@ def compiled_call(ranks: Ranks, load_balancer: LoadBalancer, given: Arguments) -
             raise NotImplementedError(f"bias: {type(part).__name__} is not taken by {FUNCTION}")
     arguments = _literal(tuple(given._replace(qkv=(q, k, v), options=options)), tensors)
     needs = tuple([x.requires_grad for x in tensors])
-    words = repr((ranks.group.group_name, ranks.device, load_balancer, arguments, drawn, needs))
+    has_lse = given.return_lse or any(needs)
+    words = repr((ranks.group.group_name, ranks.device, load_balancer, arguments, has_lse, drawn, needs))
     o, lse, _ = torch.ops.tilewise.context_parallel(tensors, words)
     return o, lse
 
@@ -134,25 +136,20 @@ def _prepared(tensors: Tensors, call: Traced) -> tuple[Method, ContextParallelCa
 
 
 def _forward(tensors: Tensors, call: str) -> tuple[Tensor, Tensor, Tensor]:
-    what = traced(call)
-    has_lse = _has_lse(arguments_of(what, tensors), what)
+    has_lse = traced(call).has_lse
     with autograd_again(), torch.no_grad():
-        method, sharded, found, _ = _prepared(tensors, what)
+        method, sharded, found, _ = _prepared(tensors, traced(call))
         (o, lse, o_low), _ = method.forward(sharded, found, (True, has_lse, True))
     lse = o.new_empty(0, dtype=lse_dtype(o.dtype)) if lse is None or not has_lse else lse.contiguous()
     return o.contiguous(), lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low.contiguous()
 
 
-def _has_lse(given: Arguments, call: Traced) -> bool:
-    return given.return_lse or any(call.needs)
-
-
 def _forward_fake(tensors: Tensors, call: str) -> tuple[Tensor, Tensor, Tensor]:
-    given, (q, _, v) = arguments_of(traced(call), tensors), tensors[:3]
+    what, (q, _, v) = traced(call), tensors[:3]
     o = q.new_empty((*q.shape[:3], v.shape[3]))
-    shape = tuple(q.shape[:3]) if _has_lse(given, traced(call)) else (0,)
-    low = o.shape if keeps_low_bits(q.dtype, threshold(given.options.dropout_p)) else (0,)
-    return o, q.new_empty(shape, dtype=lse_dtype(q.dtype)), q.new_empty(low, dtype=torch.int16)
+    lse = q.new_empty(tuple(q.shape[:3]) if what.has_lse else (0,), dtype=lse_dtype(q.dtype))
+    has_low = keeps_low_bits(q.dtype, threshold(arguments_of(what, tensors).options.dropout_p))
+    return o, lse, q.new_empty(o.shape if has_low else (0,), dtype=torch.int16)
 
 
 def _backward(
