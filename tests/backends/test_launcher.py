@@ -392,8 +392,10 @@ def test_a_resized_launch_hands_over_what_a_new_one_would(compilers, backend, si
     programs."""
     more = {"single": single, **{name: name in what for name in ("causal", "window", "scale", "bias", "sink")}}
     calls = [*SQUARE, *OTHERWISE, *DECODING]
-    found, resized = compilers.run(resized_arguments, "3.6.0", 90, backend, calls, more)
+    found, resized, triton_way = compilers.run(resized_arguments, "3.6.0", 90, backend, calls, more)
     for call, (mine, alone) in zip(calls, found, strict=True):
         assert mine == alone, call
     assert len(found) == len(calls)
     assert resized > 20, resized
+    if not more["bias"] and not more["sink"]:  # whose backward is not resized
+        assert triton_way == 0

@@ -35,15 +35,19 @@ def forward_of(inputs: Inputs, terms: ScoreNumbers) -> Forward:
     run: Forward | None = calls.get(key)
     if run is None:
         structure = _structure(inputs, found)
-        variants = None if structure is None else forward_variants(structure, terms)
-        run = None if variants is None or structure is None else variants.resized(structure, terms, inputs)
+        run = _resized_forward(structure, inputs, terms)
         if run is None:
             problem = describe(inputs, terms, irregular=_irregular(inputs))
             run = _prepare_forward(make_plan(problem, terms.backend), inputs)
             if structure is not None and _keep_variant(_variants_key("forward", structure, terms), problem, run):
-                return run
+                run = _resized_forward(structure, inputs, terms) or run
         calls.put(key, run)
     return run
+
+
+def _resized_forward(structure: Structure | None, inputs: Inputs, terms: ScoreNumbers) -> Forward | None:
+    variants = None if structure is None else forward_variants(structure, terms)
+    return None if variants is None or structure is None else variants.resized(structure, terms, inputs)
 
 
 def _structure(inputs: Inputs, found: tuple[Layout | None, ...]) -> Structure | None:
@@ -64,8 +68,8 @@ def _variants_key(name: str, structure: Structure, terms: ScoreNumbers, *more: A
 
 
 def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
-    """Return True if the pass is kept as a variant to resize for other lengths. If so, the next call prepares a pass
-    for this layout from it, which checks less and is faster."""
+    """Return True if the pass is kept as a variant to resize, for other lengths and its own: a resized pass checks less
+    and is faster."""
     if not getattr(run, "resizable", False):
         return False
     variants: Variants = calls.get(key) or calls.put(key, Variants([]))

@@ -258,15 +258,19 @@ class Whole:
     """
 
     def __init__(self, base: Launch, varied: Varied, values: tuple[Any, ...]) -> None:
-        self.base, self.varied, self.run, family = base, varied, self._run, base.family()
+        self.base, self.varied, self.run, self.is_short = base, varied, self._run, False
+        self._shorten(values)
+
+    def _shorten(self, values: tuple[Any, ...]) -> None:
+        """Go through the C launcher from now on, if it can."""
+        base, family = self.base, self.base.family()
         first = family.short.get(family.codes(self._numbers(values)))
-        self.is_short = first is not None
         if first is not None:
             short = Short(
                 first.compiled, base.layouts, base.numbers, base.programs, first.there, _bind, _watched, self.whole,
-                varied, values,
+                self.varied, values,
             )  # fmt: skip
-            self.run = short.run
+            self.run, self.is_short = short.run, True
 
     def whole(self, values: tuple[Any, ...], kept: dict[Any, Any]) -> Launch:
         found: Launch | None = kept.get(_WHOLE)
@@ -282,6 +286,7 @@ class Whole:
 
     def _run(self, values: tuple[Any, ...], kept: dict[Any, Any], *tensors: Tensor | None) -> None:
         self.whole(values, kept)(*tensors)
+        self._shorten(values)  # that launch may have compiled the kernel
 
 
 def _varied(x: Any, at: Members, values: tuple[Any, ...]) -> Any:
