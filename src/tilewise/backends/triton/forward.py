@@ -224,7 +224,6 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
                 )
             acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
 
-    top = m_i * terms.exponent
     if sink is not None:
         top, l_i, alpha = with_sink(m_i, l_i, load_sink(sink, b, head, m, sizes), terms.exponent)
         acc *= alpha[:, None]
@@ -241,6 +240,7 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
     else:
         value = m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2
         if lse.dtype.element_ty == tl.float64:  # from the rounded number that `_attend` has subtracted, if it is finite
+            top = m_i * terms.exponent
             value = tl.where(tl.abs(top) < float("inf"), (top.to(tl.float64) + tl.log2(l_i)) * LN2, value)
     tl.store(lse + row, value, mask=m < sizes.queries)
     store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)

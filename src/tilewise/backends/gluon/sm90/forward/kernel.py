@@ -352,20 +352,24 @@ def special(x, NAME: gl.constexpr):
 
 @gluon.jit
 def finish(
-    m_i, top, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr,
-    MOST: gl.constexpr = LARGEST, APPROXIMATE: gl.constexpr = False,
+    m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP: gl.constexpr,
+    MOST: gl.constexpr = LARGEST, APPROXIMATE: gl.constexpr = False, top=None,
 ):  # fmt: skip
     """Normalise O and store the LSE; return O.
 
-    top: what the softmax has subtracted, m_i · exponent in float32, or with a sink what `with_sink` returns.
     MOST: bound of a row maximum's magnitude, beyond which scores exceed their units. APPROXIMATE: log2 within 2^-22 and
-    1 / l within one unit in the last place, by one instruction each, for query tiles with few key tiles.
+    1 / l within one unit in the last place, by one instruction each, for query tiles with few key tiles. top: with a
+    sink what `with_sink` returns.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
     ROWS_OF_O: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_DV))
     rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, ROWS)
     inside = rows < tile.seq.queries
-    value = top if x.sink is not None else top.to(lse.dtype.element_ty)  # a fully masked row has top = -inf, l = 0
+    if x.sink is not None:
+        value = top
+    else:
+        value = m_i * terms.exponent  # a fully masked row has m = -inf, l = 0
+        value = value.to(lse.dtype.element_ty)  # rounded to float32, as the softmax has subtracted it; its sums are not
     value = (value + (special(l_i, "lg2") if APPROXIMATE else gl.log2(l_i))) * LN2
     if c.HIDES:
         # NaN marks rows for the NaN fix-up: 0 · NaN has reached O, or the bias exceeds the units of s.
@@ -541,11 +545,11 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         m_i, l_i = state.m, state.l
         if c.SUMS_BY_THREAD:
             l_i = gl.convert_layout(gl.sum(l_i, axis=1), ROWS, assert_trivial=True)
-        top = m_i * terms.exponent
+        top = None
         if x.sink is not None:
             top, l_i, alpha = with_sink(m_i, l_i, sink, terms.exponent)
             o *= gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
-        o = finish(m_i, top, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP)
+        o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP, top=top)
 
         # Store O by TMA, through shared memory
         if c.O_IN_BIAS:

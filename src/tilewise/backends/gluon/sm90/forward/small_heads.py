@@ -237,8 +237,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         o = warpgroup_mma_wait(0, deps=(times_v(rows.p, v, rows.o, c),))
         place = following(place)
         l_i = gl.convert_layout(gl.sum(rows.l, axis=1), ROWS, assert_trivial=True)
-        top = rows.m * terms.exponent
-        o = finish(rows.m, top, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP, MOST_MAXIMUM, True)
+        o = finish(rows.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP, MOST_MAXIMUM, True)
 
         # Store O by TMA, through shared memory
         stage = shared.o.index(WARPGROUP)
