@@ -41,7 +41,7 @@ MEMORY = [
         "unit/test_structure.py::test_threads_share_variants",
     ),
     Fault(
-        "tilewise/backends/triton/launch.py", "found = copy(run)", "found = run",
+        "tilewise/backends/triton/resized.py", "found = copy(run)", "found = run",
         "a pass changes while another thread runs it",
         "aot/test_triton_room.py::test_a_pass_that_does_not_fit_leaves_other_threads_theirs",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -94,6 +93,7 @@ from tilewise.backends.triton.resized import (
     ragged,
     resized_backward,
     resized_forward,
+    smaller,
 )
 from tilewise.backends.triton.tensors import (
     Broadcast,
@@ -169,7 +169,7 @@ class TritonForward:
     def _prepare(self, config: TritonConfig, inputs: Inputs) -> None:
         problem, (q, k, v, bias, mask, sink, parts, *_) = self.problem, inputs
         self.config = config
-        self.other: TritonForward | None = None  # in less shared memory, see `_smaller`
+        self.other: TritonForward | None = None  # in less shared memory, see `smaller`
         tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
         shares = splits(problem, config)
         self.choices = ragged(problem, config)
@@ -251,7 +251,7 @@ class TritonForward:
                     self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, None, share_lse)
                     self.merge(shares, share_lse, o, o_low, lse, inputs.sink)
             except OutOfResources as error:
-                self.other = _smaller(self, error, inputs)
+                self.other = smaller(self, error, inputs)
                 return self.other(inputs)
         return Outputs(o, lse, o_low)
 
@@ -438,7 +438,7 @@ class TritonBackward:
         try:
             return self._run(inputs, outputs, cotangents)
         except OutOfResources as error:
-            self.other = _smaller(self, error, inputs, outputs, cotangents)
+            self.other = smaller(self, error, inputs, outputs, cotangents)
             return self.other(inputs, outputs, cotangents)
 
     def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
@@ -494,19 +494,6 @@ class TritonBackward:
             elif self.needs.sink and sink is not None and outputs.lse is not None:  # packed batch
                 dsink = packed_sink_gradient(sink, outputs, cotangents)
             return Gradients(dq, dk, dv, dbias, dsink, **cast_part_gradients(parts, dparts))
-
-
-def _smaller(run: Any, error: OutOfResources, *tensors: Any) -> Any:
-    """Return a new pass that takes less shared memory, after Triton found that a kernel exceeds it.
-
-    The pass itself stays unchanged, since other threads may be running it. A kernel's shared memory depends on the
-    compiler: config.py fits the tested versions (tests/aot/test_triton_room.py).
-    """
-    if (config := run.config.smaller()) is None:
-        raise error
-    found = copy(run)
-    found._prepare(config, *tensors)
-    return found
 
 
 def _meta(*shape: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,19 @@ from tilewise.backends.triton.masks import lists_pay
 from tilewise.backends.triton.varlen import NO_LENGTHS, tile_count
 from tilewise.spec import tiles
 from tilewise.spec.problem import Problem
+
+
+def smaller(run: Any, error: OutOfResources, *tensors: Any) -> Any:
+    """Return a new pass that takes less shared memory, after Triton found that a kernel exceeds it.
+
+    The pass itself stays unchanged, since other threads may be running it. A kernel's shared memory depends on the
+    compiler: config.py fits the tested versions (tests/aot/test_triton_room.py).
+    """
+    if (config := run.config.smaller()) is None:
+        raise error
+    found = copy(run)
+    found._prepare(config, *tensors)
+    return found
 
 
 def forward_programs(problem: Problem, config: TritonConfig, shares: int) -> int:
@@ -150,8 +164,8 @@ class ResizedForward:
                         values, kept, q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, None, sum_lse
                     )  # fmt: skip
                     launches[1].run(values, merge_kept, sums, sum_lse, o, None, lse, sink)
-        except OutOfResources:  # a new `TritonForward` handles it, see `launch._smaller`
-            self.other = type(self.of)(self.problem, inputs)
+        except OutOfResources as error:
+            self.other = smaller(type(self.of)(self.problem, inputs), error, inputs)
             return self.other(inputs)
         return Outputs(o, lse)
 
