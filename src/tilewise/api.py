@@ -202,11 +202,10 @@ def attention(
         gathered = attention_of_selected(call, mask.kept, return_lse)
         if gathered is not None:
             return gathered if return_lse else gathered[0]  # type: ignore[return-value]
-    if arguments is not None:  # now cached, so that the first call saves the tensors that a checkpoint recomputes
+    if arguments is not None:
         given = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
         limits = None if causal is False and window is None else (causal, window)
-        cache_call(given, arguments, *call[1:], parts=call.inputs.parts, limits=limits)
-        found = cached_call(given, arguments, return_lse)
+        found = cache_call(given, arguments, return_lse, *call[1:], parts=call.inputs.parts, limits=limits)
         if found is not None:
             return found if return_lse else found[0]  # type: ignore[return-value]
     o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)

@@ -120,27 +120,33 @@ def _of_structure(inputs: Inputs, key: tuple) -> Cached | None:
 
 
 def cache_call(
-    inputs: Inputs, arguments: tuple, score: Score, deterministic: bool, backend: str, *, exact: bool = False,
-    limits: Limits | None = None, parts: Parts | None = None,
-) -> None:  # fmt: skip
-    """Cache a call that was read, if it can be: `cached_call` finds it.
+    inputs: Inputs, arguments: tuple, return_lse: bool, score: Score, deterministic: bool, backend: str, *,
+    exact: bool = False, limits: Limits | None = None, parts: Parts | None = None,
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    """Cache a call that was read, if it can be, and return `cached_call` of it. So a first call saves the tensors for
+    its backward that an equal one saves when a checkpoint recomputes it.
 
     limits: causal and window, if they make the band depend on the lengths, aligned bottom-right. parts: the bias
     components of a bias term.
     """
-    term: Any = inputs.bias
-    if type(term) is T5Bias or type(term) is Alibi:
-        _cache_vector(inputs, arguments, ScoreNumbers.of(score, deterministic, backend, exact), parts)
-        return
+    terms = ScoreNumbers.of(score, deterministic, backend, exact)
+    if type(inputs.bias) is T5Bias or type(inputs.bias) is Alibi:
+        _cache_vector(inputs, arguments, terms, parts)
+    else:
+        _cache_tensors(inputs, arguments, terms, limits)
+    return cached_call(inputs, arguments, return_lse)
+
+
+def _cache_tensors(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, limits: Limits | None) -> None:
+    """Cache a call without a bias term."""
     tiles = inputs.mask if type(inputs.mask) is TileMask else None
     if tiles is not None:
         inputs = inputs._replace(mask=None, tiles=tiles.tensors)
     if is_cacheable(inputs, tiles):
-        terms = ScoreNumbers.of(score, deterministic, backend, exact)
         key, views = _key_of(inputs, tiles, arguments), _views_of(inputs)
         inputs = inputs if views is None else views.inputs(inputs)
         calls.put(key, Cached(terms, _forward_of(inputs, terms), views))
-        if tiles is None and not score.dropout:
+        if tiles is None and not terms.dropout:
             structure = structure_of(*layouts(*inputs[:6]))  # type: ignore[arg-type]
             variants = None if structure is None else forward_variants(structure, terms)
             if structure is not None and variants is not None:
@@ -164,12 +170,16 @@ def _cache_vector(inputs: Inputs, arguments: tuple, terms: ScoreNumbers, parts: 
     calls.put(("vector", key), (term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1))
 
 
-def cache_flattened(inputs: Inputs, flattened: Inputs, arguments: tuple, terms: ScoreNumbers) -> None:
-    """Cache a call with more leading dimensions that `is_cacheable`; ``flattened`` are views with a batch."""
+def cache_flattened(
+    inputs: Inputs, flattened: Inputs, arguments: tuple, return_lse: bool, terms: ScoreNumbers
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    """Cache a call with more leading dimensions that `is_cacheable`, and return `cached_call` of it. ``flattened`` are
+    views with a batch."""
     views = _views_of(flattened)
     run = _forward_of(flattened if views is None else views.inputs(flattened), terms)
     views = _views(inputs, flattened, views, tuple(inputs.q.shape[:-3]))
     calls.put(_key_of(inputs, None, arguments), Cached(terms, run, views))
+    return cached_call(inputs, arguments, return_lse)
 
 
 def _views_of(inputs: Inputs) -> ShapedViews | None:
@@ -255,8 +265,11 @@ def cached_packed_call(key: tuple, inputs: Inputs, return_lse: bool) -> tuple[Te
     return eager_attention(inputs, *known, return_lse)
 
 
-def cache_packed_call(key: tuple, read: Inputs, terms: ScoreNumbers) -> None:
-    """Cache a call that was read, as ``read``; `cached_packed_call` finds it."""
+def cache_packed_call(
+    key: tuple, inputs: Inputs, return_lse: bool, read: Inputs, terms: ScoreNumbers
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    """Cache a call that was read, as ``read``, if it can be, and return `cached_packed_call` of it."""
     if read.parts is None:
         bias, mask, sink = [None if x is None else tuple(x.shape) for x in read[3:6]]
         calls.put(key, Cached(terms, _forward_of(read, terms), PackedViews(bias, mask, sink)))
+    return cached_packed_call(key, inputs, return_lse)

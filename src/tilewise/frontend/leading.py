@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.backends import Inputs
 from tilewise.bias.terms import Term
 from tilewise.frontend.arguments import Bias, Call, Mask, Seed, check_inputs, read_call, with_seed
-from tilewise.frontend.call_cache import cache_flattened, cached_call, is_cacheable
+from tilewise.frontend.call_cache import cache_flattened, is_cacheable
 from tilewise.masks.block_sparse import tile_mask_of
 from tilewise.operator.autograd import attention_op
 from tilewise.spec.checks import check_broadcast, check_sink
@@ -49,8 +49,8 @@ def attention_of_leading(
     if arguments is not None and way.in_order and _are_tensors(bias, mask) and is_cacheable(whole):
         (flattened,) = split.calls
         call = read_flattened(flattened, repeats, options)
-        cache_flattened(whole, Inputs(*flattened), arguments, ScoreNumbers.of(*call[1:]))  # type: ignore[arg-type]
-        cached = cached_call(whole, arguments, return_lse)
+        views = Inputs(*flattened)  # type: ignore[arg-type]
+        cached = cache_flattened(whole, views, arguments, return_lse, ScoreNumbers.of(*call[1:]))
         if cached is not None:
             return cached if return_lse else cached[0]
     found: list[Any] = []

@@ -64,8 +64,7 @@ def packed_attention(
         return found if return_lse else found[0]  # type: ignore[return-value]
     call = read_packed(q, k, v, lengths, longest, **options)
     if key is not None:
-        cache_packed_call(key, call.inputs, ScoreNumbers.of(*call[1:], exact))
-        found = cached_packed_call(key, given, return_lse)
+        found = cache_packed_call(key, given, return_lse, call.inputs, ScoreNumbers.of(*call[1:], exact))
         if found is not None:
             return found if return_lse else found[0]  # type: ignore[return-value]
     inputs = with_seed(call.inputs, call.score)
