@@ -213,7 +213,8 @@ def compile_case(
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output, saved_lse_dtype
-    from tilewise.backends.triton import config, launch
+    from tilewise.backends import triton as backend
+    from tilewise.backends.triton import config
     from tilewise.spec.bias_components import DIFFERENTIABLE
     from tilewise.spec.dropout import Origin
 
@@ -223,7 +224,7 @@ def compile_case(
     o = empty_output(inputs.q, case.value_dim)
     lse = torch.empty(o.shape[:3], dtype=saved_lse_dtype(problem.dtype, problem), device="meta")
     _launched.clear()
-    launch.TritonForward(problem, inputs)(inputs)
+    backend.prepare["forward"](problem, inputs)(inputs)
     if backward:
         outputs = Outputs(o, lse, empty_low_bits(o, problem))
         cotangents = Outputs(torch.empty_like(o), torch.empty_like(lse, dtype=torch.float32) if case.lse else None)
@@ -231,7 +232,7 @@ def compile_case(
             True, True, True, inputs.bias is not None, case.sink is not None,
             **{name: name in problem.parts.grads for name in DIFFERENTIABLE if problem.parts is not None},
         )  # fmt: skip
-        launch.TritonBackward(problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
+        backend.prepare["backward"](problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)
     limit = config.shared_memory(problem)
     return [_report(launched, limit) for launched in _launched]
 

@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 # What each target's main kernels have to be made of.
 TENSOR_CORES = {80: "mma.sync", 86: "mma.sync", 90: "wgmma", 100: "tcgen05", 120: "mma.sync"}
 MAIN_KERNELS = ("forward_kernel", "backward_kernel", "query_gradient_kernel", "bias_gradient_kernel")
+ONE_TILE_KERNELS = ("one_tile_forward_kernel", "one_tile_backward_kernel")
 BY_DISTANCE_KERNELS = ("diagonal_gradient_kernel", "distance_gradient_kernel")
 
 USUAL = Case(B=4, H=16, M=4096, N=4096, dtype=torch.bfloat16, lse=False)
@@ -263,6 +264,32 @@ def is_run(triton, target):
     return (triton, target) == ("3.6.0", 90) or "TILEWISE_LEDGER" in os.environ
 
 
+# Many short sequences, each in one tile, for three programs on a multiprocessor: bytes that spill in both passes.
+WINDOWS = replace(USUAL, B=8192, H=3, M=49, N=49, D=32, bias="1hmn")
+ONE_TILE = [
+    ("3.6.0", 90, WINDOWS, 28, 328),
+    ("3.6.0", 90, replace(WINDOWS, H=6, D=64, lse=True), 92, 612),
+    ("installed", 90, replace(WINDOWS, mask="b1mn"), 204, 364),
+    ("installed", 80, WINDOWS, 24, 368),
+    ("installed", 100, WINDOWS, 0, 440),
+    ("3.6.0", 120, replace(WINDOWS, bias=None), 80, 680),
+]
+
+
+@pytest.mark.parametrize(
+    ("triton", "target", "case", "forward", "backward"),
+    [pytest.param(*run, id=f"sm_{run[1]}, {run[2]}, triton {run[0]}") for run in ONE_TILE if is_run(*run[:2])],
+)
+def test_one_tile(compilers, triton, target, case, forward, backward):
+    kernels = compilers.compile(compile_case, triton, target, case)
+    assert tuple(kernel.name for kernel in kernels) == ONE_TILE_KERNELS
+    spills = {kernel.name: most for kernel, most in zip(kernels, (forward, backward), strict=True) if most}
+    hold(kernels, TENSOR_CORES[target], spills)
+    if target == 90:
+        assert all(3 * 128 * kernel.registers <= 65536 for kernel in kernels)
+        assert all(3 * (kernel.shared + 1024) <= 228 * 1024 for kernel in kernels)
+
+
 # With dropout: bytes that spill, and products for the words of forward and backward. Of the 64 scores that a thread has
 # in a tile of the forward at 64 dimensions 8 groups of eight, with six products of their own: 48 in each of two bodies.
 # On Blackwell a thread has a row, so that of each word half is made for nothing.
@@ -425,7 +452,8 @@ def hold(kernels, tensor_cores, allowed):
         if kernel.spill_stores > allowed.get(kernel.name, 0):
             faults.append(f"{kernel.name}: spills {kernel.spill_stores} bytes of {allowed.get(kernel.name, 0)}")
         faults += [f"{kernel.name}: {warning}" for warning in kernel.warnings]
-        if kernel.name in (*MAIN_KERNELS, *BY_DISTANCE_KERNELS) and not kernel.instructions[tensor_cores]:
+        main = kernel.name in (*MAIN_KERNELS, *ONE_TILE_KERNELS, *BY_DISTANCE_KERNELS)
+        if main and not kernel.instructions[tensor_cores]:
             faults.append(f"{kernel.name}: no {tensor_cores}, but {kernel.instructions}")
     assert not faults, "\n".join(faults)
 

@@ -13,6 +13,7 @@ import torch
 
 from tilewise.backends import float32_precision, has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
+from tilewise.backends.triton.one_tile import config as one_tile
 from tilewise.quantities import count
 from tilewise.spec.operands import PART_WORDS
 from tilewise.spec.problem import Problem
@@ -45,6 +46,8 @@ def prefers(problem: Problem) -> str | None:
 
 
 def tiles(problem: Problem) -> str:
+    if one_tile.fits(problem):
+        return one_tile.tiles(problem)
     from tilewise.backends.triton.config import forward_config, splits
 
     c = forward_config(problem, bias_tma=True, tma=True)
@@ -58,20 +61,23 @@ def tiles(problem: Problem) -> str:
 
 def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:
     from tilewise.backends.triton import launch
+    from tilewise.backends.triton.one_tile.launch import OneTileForward
 
     if problem.dtype == torch.float32:
         return _ByPrecision(lambda inputs: launch.TritonForward(problem, inputs))
-    return launch.TritonForward(problem, inputs)
+    return (OneTileForward if one_tile.fits(problem) else launch.TritonForward)(problem, inputs)
 
 
 def _prepare_backward(
     problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs
 ) -> Backward:
     from tilewise.backends.triton import launch
+    from tilewise.backends.triton.one_tile.launch import OneTileBackward
 
     if problem.dtype == torch.float32:
         return _ByPrecision(lambda inputs, o, do: launch.TritonBackward(problem, inputs, o, do, needs))
-    return launch.TritonBackward(problem, inputs, outputs, cotangents, needs)
+    make = OneTileBackward if one_tile.fits(problem) else launch.TritonBackward
+    return make(problem, inputs, outputs, cotangents, needs)
 
 
 prepare = {"forward": _prepare_forward, "backward": _prepare_backward}
