@@ -264,15 +264,16 @@ def is_run(triton, target):
     return (triton, target) == ("3.6.0", 90) or "TILEWISE_LEDGER" in os.environ
 
 
-# Many short sequences, each in one tile, for three programs on a multiprocessor: bytes that spill in both passes.
+# Many short sequences, each in one tile: bytes that may spill in both passes, by any of the compilers.
 WINDOWS = replace(USUAL, B=8192, H=3, M=49, N=49, D=32, bias="1hmn")
 ONE_TILE = [
-    ("3.6.0", 90, WINDOWS, 28, 328),
-    ("3.6.0", 90, replace(WINDOWS, H=6, D=64, lse=True), 92, 612),
-    ("installed", 90, replace(WINDOWS, mask="b1mn"), 204, 364),
-    ("installed", 80, WINDOWS, 24, 368),
-    ("installed", 100, WINDOWS, 0, 440),
-    ("3.6.0", 120, replace(WINDOWS, bias=None), 80, 680),
+    ("3.6.0", 90, WINDOWS, 32, 448),
+    ("3.6.0", 90, replace(WINDOWS, B=2048, H=8, M=24, N=24, D=16), 0, 40),
+    ("3.6.0", 90, replace(WINDOWS, H=6, D=64, lse=True), 92, 172),
+    ("installed", 90, replace(WINDOWS, mask="b1mn"), 324, 792),
+    ("installed", 80, WINDOWS, 92, 364),
+    ("installed", 100, WINDOWS, 0, 408),
+    ("3.6.0", 120, replace(WINDOWS, bias=None), 0, 120),
 ]
 
 
@@ -284,8 +285,8 @@ def test_one_tile(compilers, triton, target, case, forward, backward):
     kernels = compilers.compile(compile_case, triton, target, case)
     assert tuple(kernel.name for kernel in kernels) == ONE_TILE_KERNELS
     spills = {kernel.name: most for kernel, most in zip(kernels, (forward, backward), strict=True) if most}
-    hold(kernels, TENSOR_CORES[target], spills)
-    if target == 90:
+    hold(kernels, TENSOR_CORES[target] if case.M > 32 else "mma.sync", spills)
+    if target == 90 and case.D <= 32:
         assert all(3 * 128 * kernel.registers <= 65536 for kernel in kernels)
         assert all(3 * (kernel.shared + 1024) <= 228 * 1024 for kernel in kernels)
 

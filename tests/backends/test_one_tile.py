@@ -11,7 +11,7 @@ from helpers import Case, check, run
 from pairwise import each
 from repeated_masks import RepeatedCase, hold_repeated
 
-from tilewise.backends.triton.one_tile.config import PROGRAMS, fits, sharing
+from tilewise.backends.triton.one_tile.config import WARPS, fits, sharing
 from tilewise.planner import make_plan
 from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
@@ -82,10 +82,10 @@ def test_hidden_pairs(interpreter, case):
     interpreter(hold, case)
 
 
-@each([replace(WINDOWS, B=200, mask="b1mn"), replace(WINDOWS, B=500, H=1, bias=None, mask="b1mn", planted=NAN)])
+@each([replace(WINDOWS, B=400, mask="b1mn"), replace(WINDOWS, B=800, H=1, bias=None, mask="b1mn", planted=NAN)])
 def test_more_masks_than_programs(interpreter, case):
     """Each program then has several masks, and reads one in each step."""
-    assert case.B * case.H > PROGRAMS
+    assert case.B * case.H > WARPS // 2
     interpreter(hold, case)
 
 

@@ -11,9 +11,18 @@ from tilewise.spec.problem import Problem
 MOST = 64  # queries, and keys, of a tile
 MOST_WIDTH = 64  # head and value dimension; with more, or in float32, registers spill thousands of bytes
 LEAST_SEQUENCES = 128  # heads of all batch elements; with fewer, a GPU has nothing to do beside the first tile
-# Three for each multiprocessor of an H200. The number does not depend on the device, so that the bits of dBias, a sum
+# Twelve for each multiprocessor of an H200. The number does not depend on the device, so that the bits of dBias, a sum
 # over programs, do not either.
-PROGRAMS = 3 * 132
+WARPS = 12 * 132
+MOST_REGISTERS = 168  # of a thread, so that twelve warps share the 65,536 of a multiprocessor
+
+
+class Options(NamedTuple):
+    """Options of a `Launch`."""
+
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None
 
 
 class Sharing(NamedTuple):
@@ -42,17 +51,25 @@ def fits(problem: Problem) -> bool:
     return small and p.dtype.itemsize == 2
 
 
+def options(problem: Problem, backward: bool) -> Options:
+    """Return the options of a pass. Where registers would spill much, fewer warps share a multiprocessor instead."""
+    warps = padded(max(problem.queries, problem.keys)) // 16
+    if max(problem.head_dim, problem.value_dim) <= 32:
+        return Options(warps, 3, MOST_REGISTERS)
+    return Options(warps, 1, None) if backward else Options(warps, 2, MOST_REGISTERS)
+
+
 def sharing(problem: Problem) -> Sharing:
-    p = problem
+    p, most = problem, WARPS // options(problem, False).num_warps
     batch, heads = (1, 1) if p.bias is None else (p.bias.batch, p.bias.heads)
     vary = False
     if p.mask is not None:
         whole = max(batch, p.mask.batch), max(heads, p.mask.heads)
-        vary = whole != (batch, heads) and whole[0] * whole[1] > PROGRAMS
+        vary = whole != (batch, heads) and whole[0] * whole[1] > most
         if not vary:
             batch, heads = whole
     sequences = p.batch // batch * (p.heads // heads)
-    return Sharing(batch, heads, min(sequences, max(1, PROGRAMS // (batch * heads))), vary)
+    return Sharing(batch, heads, min(sequences, max(1, most // (batch * heads))), vary)
 
 
 def tiles(problem: Problem) -> str:

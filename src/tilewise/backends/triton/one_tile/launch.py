@@ -21,7 +21,7 @@ from tilewise.backends import (
 from tilewise.backends.kernels.score import INTERPRET, score_terms
 from tilewise.backends.launch.launcher import POINTER, Launch, constants, strided, strided_if_any
 from tilewise.backends.triton.config import every_pair_alike, padded
-from tilewise.backends.triton.one_tile.config import Sharing, sharing
+from tilewise.backends.triton.one_tile.config import Options, Sharing, options, sharing
 from tilewise.backends.triton.one_tile.kernels import (
     OneTileConstants,
     OneTileSizes,
@@ -31,8 +31,6 @@ from tilewise.backends.triton.one_tile.kernels import (
 from tilewise.backends.triton.tensors import broadcast, wide
 from tilewise.spec.problem import Problem
 
-OPTIONS = {"num_warps": 4, "num_stages": 2, "maxnreg": 168}  # three programs share a multiprocessor
-
 
 class OneTileForward:
     """Prepared forward of one problem, for all tensors of one layout."""
@@ -41,13 +39,13 @@ class OneTileForward:
         q, k, v, bias, mask, *_ = inputs
         o = empty_output(q, problem.value_dim, "meta")
         self.layout_o, self.lse_dtype = (o.shape, o.stride()), saved_lse_dtype(problem.dtype, problem)
-        shared = sharing(problem)
+        shared, chosen = sharing(problem), options(problem, False)
         self.main = Launch(
             one_tile_forward_kernel,
             _programs(shared),
             (strided(q), strided(k), strided(v), strided(bias), strided(mask), strided(o), POINTER),
-            _numbers(problem, shared, (q, k, v, bias, mask)),
-            **OPTIONS,
+            _numbers(problem, shared, chosen, (q, k, v, bias, mask)),
+            **_given(chosen),
         )
 
     def __call__(self, inputs: Inputs) -> Outputs:
@@ -65,7 +63,7 @@ class OneTileBackward:
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> None:
         q, k, v, bias, mask, *_ = inputs
         do, dlse, _ = cotangents
-        shared = sharing(problem)
+        shared, chosen = sharing(problem), options(problem, True)
         # dBias is a matrix for each program; see `_bias_gradient`.
         self.parts: tuple[int, ...] | None = None
         self.summed: list[int] = []
@@ -91,8 +89,8 @@ class OneTileBackward:
                 strided(mask),
                 *(strided_if_any(x) for x in (*like, dbias)),
             ),
-            _numbers(problem, shared, (q, k, v, do, bias, mask)),
-            **OPTIONS,
+            _numbers(problem, shared, chosen, (q, k, v, do, bias, mask)),
+            **_given(chosen),
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
@@ -120,7 +118,13 @@ def _programs(shared: Sharing) -> int:
     return shared.batch * shared.heads * shared.programs
 
 
-def _numbers(problem: Problem, shared: Sharing, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def _given(chosen: Options) -> dict[str, int]:
+    return {name: x for name, x in chosen._asdict().items() if x is not None}
+
+
+def _numbers(
+    problem: Problem, shared: Sharing, chosen: Options, tensors: tuple[Tensor | None, ...]
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the kernels' arguments that are not tensors."""
     p = problem
     hows = [
@@ -142,7 +146,7 @@ def _numbers(problem: Problem, shared: Sharing, tensors: tuple[Tensor | None, ..
         MASK_HOW=hows[1],
         MASKS_VARY=shared.masks_vary,
         HIDES=not every_pair_alike(p),
-        STAGES=OPTIONS["num_stages"],
+        STAGES=chosen.num_stages,
         PRECISION="tf32",  # unused: 16 bits
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
     )
