@@ -64,4 +64,5 @@ def hold_repeated(case: RepeatedCase, backend: str, device: str = "cpu") -> None
         if n < 2 or case.deterministic:
             assert torch.equal(x.nan_to_num(nan=7.0), y.nan_to_num(nan=7.0)), n
         largest = float(y.abs().nan_to_num(posinf=0.0).max())
-        torch.testing.assert_close(x, y, rtol=0, atol=2**-6 * largest, equal_nan=True)
+        # Two sums of up to eight bfloat16 numbers, in any order: seven roundings each, of at most 2⁻⁹.
+        torch.testing.assert_close(x, y, rtol=0, atol=2**-5 * largest, equal_nan=True)
