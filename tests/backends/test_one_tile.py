@@ -11,7 +11,8 @@ from helpers import Case, check, run
 from pairwise import each
 from repeated_masks import RepeatedCase, hold_repeated
 
-from tilewise.backends.triton.one_tile.config import WARPS, fits, sharing
+from tilewise.backends.short_sequences import fit_tiles
+from tilewise.backends.triton.one_tile.config import WARPS, sharing
 from tilewise.planner import make_plan
 from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
@@ -130,8 +131,8 @@ def mask(batch: int, heads: int = 1) -> TensorSpec:
     ids=str,
 )  # fmt: skip
 def test_other_problems_take_the_general_kernels(changes):
-    assert fits(problem())
-    assert not fits(problem(**changes))
+    assert fit_tiles(problem())
+    assert not fit_tiles(problem(**changes))
 
 
 def test_hopper_leaves_short_sequences_to_triton(monkeypatch):

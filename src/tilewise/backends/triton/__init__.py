@@ -13,7 +13,8 @@ import torch
 
 from tilewise.backends import float32_precision, has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
-from tilewise.backends.triton.one_tile import config as one_tile
+from tilewise.backends.short_sequences import fit_tiles
+from tilewise.backends.triton.one_tile import config as one_tile_config
 from tilewise.quantities import count
 from tilewise.spec.operands import PART_WORDS
 from tilewise.spec.problem import Problem
@@ -46,8 +47,8 @@ def prefers(problem: Problem) -> str | None:
 
 
 def tiles(problem: Problem) -> str:
-    if one_tile.fits(problem):
-        return one_tile.tiles(problem)
+    if fit_tiles(problem):
+        return one_tile_config.tiles(problem)
     from tilewise.backends.triton.config import forward_config, splits
 
     c = forward_config(problem, bias_tma=True, tma=True)
@@ -65,7 +66,7 @@ def _prepare_forward(problem: Problem, inputs: Inputs) -> Forward:
 
     if problem.dtype == torch.float32:
         return _ByPrecision(lambda inputs: launch.TritonForward(problem, inputs))
-    return (OneTileForward if one_tile.fits(problem) else launch.TritonForward)(problem, inputs)
+    return (OneTileForward if fit_tiles(problem) else launch.TritonForward)(problem, inputs)
 
 
 def _prepare_backward(
@@ -76,7 +77,7 @@ def _prepare_backward(
 
     if problem.dtype == torch.float32:
         return _ByPrecision(lambda inputs, o, do: launch.TritonBackward(problem, inputs, o, do, needs))
-    make = OneTileBackward if one_tile.fits(problem) else launch.TritonBackward
+    make = OneTileBackward if fit_tiles(problem) else launch.TritonBackward
     return make(problem, inputs, outputs, cotangents, needs)
 
 

@@ -21,7 +21,7 @@ from tilewise.backends.gluon.sm90.common.copied_bias import (
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import as_matrix, ends
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
-from tilewise.backends.triton.one_tile import config as one_tile
+from tilewise.backends.short_sequences import fit_tiles
 from tilewise.quantities import count, quantity
 from tilewise.spec.operands import PART_WORDS, BiasKind, PartOperands, TensorSpec
 from tilewise.spec.problem import Problem
@@ -68,7 +68,7 @@ def _declines_packed(problem: Problem, work: Pass) -> str | None:
 def prefers(problem: Problem) -> str | None:
     if problem.few_queries:
         return f"has tiles of 128 queries and does not split the keys: too slow for {problem.queries}"
-    if one_tile.fits(problem):
+    if fit_tiles(problem):
         return "has tiles of 128 queries and several launches: triton computes each of many short sequences in one tile"
     return None
 

@@ -1,16 +1,12 @@
-"""Choice of the one-tile kernels, and how their programs share the work. Does not import triton."""
+"""Options of the one-tile kernels, and how their programs share the work. Does not import triton."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from tilewise.backends.triton.config import padded
-from tilewise.spec.operands import BiasKind
 from tilewise.spec.problem import Problem
 
-MOST = 64  # queries, and keys, of a tile
-MOST_WIDTH = 64  # head and value dimension; with more, or in float32, registers spill thousands of bytes
-LEAST_SEQUENCES = 128  # heads of all batch elements; with fewer, a GPU has nothing to do beside the first tile
 # Twelve for each multiprocessor of an H200. The number does not depend on the device, so that the bits of dBias, a sum
 # over programs, do not either.
 WARPS = 12 * 132
@@ -36,19 +32,6 @@ class Sharing(NamedTuple):
     heads: int
     programs: int
     masks_vary: bool
-
-
-def fits(problem: Problem) -> bool:
-    """True if the one-tile kernels compute the problem."""
-    p = problem
-    if p.totals is not None or p.parts is not None or p.sink is not None or p.tile_mask is not None:
-        return False
-    if p.score.dropout or p.group != 1 or p.few_queries or p.batch * p.heads < LEAST_SEQUENCES:
-        return False
-    if p.bias is not None and p.bias.axes != BiasKind.MATRIX:
-        return False
-    small = max(p.queries, p.keys) <= MOST and max(p.head_dim, p.value_dim) <= MOST_WIDTH
-    return small and p.dtype.itemsize == 2
 
 
 def options(problem: Problem, backward: bool) -> Options:

@@ -57,6 +57,15 @@ class OneTileSizes(NamedTuple):
     programs: int
 
 
+class OneTileGradients(NamedTuple):
+    """Destinations of the gradients: a `Strided`, or None where none is required."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any  # (programs, 1, M, N), of the bias's dtype or float32
+
+
 @triton.jit
 def own_sequences(sizes):
     """Return the program's matrix (batch, head), its first sequence, and the end of the sequences of the matrix."""
@@ -177,11 +186,10 @@ def load_lse(lse, dlse, b, h, terms, sizes, c):
 
 
 @triton.jit
-def one_tile_backward_kernel(q, k, v, do, o, lse, dlse, bias, mask, dq, dk, dv, dbias, terms, sizes, c):
+def one_tile_backward_kernel(q, k, v, do, o, lse, dlse, bias, mask, grads, terms, sizes, c):
     """Compute dQ, dK and dV of the program's sequences, and the sum of their dBias.
 
-    dlse, dq, dk, dv: a `Strided`, or None. dbias: a `Strided` (programs, 1, M, N) in the bias's dtype or float32, or
-    None.
+    dlse: a `Strided`, or None. grads: `OneTileGradients`.
     """
     matrix_b, matrix_h, first, count = own_sequences(sizes)
     matrix = load_matrix(bias, mask, matrix_b, matrix_h, terms, sizes, c)
@@ -208,16 +216,16 @@ def one_tile_backward_kernel(q, k, v, do, o, lse, dlse, bias, mask, dq, dk, dv, 
         dp = dot(do_tile, v_tile.T, None, c)
         ds, db = score_tile_gradient(p, dp, delta[:, None], slope, terms)
         ds = ds.to(q_tile.dtype)
-        if dbias is not None:
+        if grads.dbias is not None:
             dbias_sum += db
-        if dv is not None:
+        if grads.dv is not None:
             dv_tile = dot(tl.trans(p.to(do_tile.dtype)), do_tile, None, c)
-            store_rows(dv, dv_tile, b, h, n, sizes.keys, sizes.value_dim, c.BLOCK_DV)
-        if dq is not None:
+            store_rows(grads.dv, dv_tile, b, h, n, sizes.keys, sizes.value_dim, c.BLOCK_DV)
+        if grads.dq is not None:
             dq_tile = dot(ds, k_tile, None, c) * terms.scale
-            store_rows(dq, dq_tile, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
-        if dk is not None:
+            store_rows(grads.dq, dq_tile, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
+        if grads.dk is not None:
             dk_tile = dot(tl.trans(ds), q_tile, None, c) * terms.scale
-            store_rows(dk, dk_tile, b, h, n, sizes.keys, sizes.head_dim, c.BLOCK_D)
-    if dbias is not None:
-        store_rows(dbias, dbias_sum, tl.program_id(0), 0, m, sizes.queries, sizes.keys, c.BLOCK_N)
+            store_rows(grads.dk, dk_tile, b, h, n, sizes.keys, sizes.head_dim, c.BLOCK_D)
+    if grads.dbias is not None:
+        store_rows(grads.dbias, dbias_sum, tl.program_id(0), 0, m, sizes.queries, sizes.keys, c.BLOCK_N)

@@ -19,11 +19,12 @@ from tilewise.backends import (
     saved_lse_dtype,
 )
 from tilewise.backends.kernels.score import INTERPRET, score_terms
-from tilewise.backends.launch.launcher import POINTER, Launch, constants, strided, strided_if_any
+from tilewise.backends.launch.launcher import POINTER, Launch, Record, constants, strided, strided_if_any
 from tilewise.backends.triton.config import every_pair_alike, padded
 from tilewise.backends.triton.one_tile.config import Options, Sharing, options, sharing
 from tilewise.backends.triton.one_tile.kernels import (
     OneTileConstants,
+    OneTileGradients,
     OneTileSizes,
     one_tile_backward_kernel,
     one_tile_forward_kernel,
@@ -87,7 +88,7 @@ class OneTileBackward:
                 strided_if_any(None if dlse is None else dlse[..., None]),
                 strided(bias),
                 strided(mask),
-                *(strided_if_any(x) for x in (*like, dbias)),
+                Record(OneTileGradients, tuple([strided_if_any(x) for x in (*like, dbias)])),
             ),
             _numbers(problem, shared, chosen, (q, k, v, do, bias, mask)),
             **_given(chosen),
