@@ -394,13 +394,18 @@ def hold(case: Case, results: Results, device: str = "cpu", inputs: Tensors | No
     _check_exact(case, results, clean, seen)
     known = _has_lse(clean, seen)
     ratios = {}
+    more: dict[str, float] | None = None if inputs is None else {}
     for name, error in _errors(case, results, exact, known).items():
         largest = _largest(_finite_rows(name, getattr(exact, name), known))
         allowed = 2 * yardstick[name] + SLACK * largest
-        if name == "dbias" and case.bias[3] == "1":
-            allowed += _noise_of_delta(case, exact.o, clean.do, exact.dbias.shape)
-        if name in ("dq", "dk", "dbias") and not case.lse and case.sink is None and seen.sum(-1).max() <= 1:
-            allowed += _noise_of_cancelling(case, name, exact.o, clean, seen)
+        if error > allowed:  # what few results need, and takes longer than all before
+            if more is None:
+                more = _more_draws(case, device, exact)
+            allowed += 2 * max(more.get(name, 0.0) - yardstick[name], 0.0)
+            if name == "dbias" and case.bias[3] == "1":
+                allowed += _noise_of_delta(case, exact.o, clean.do, exact.dbias.shape)
+            if name in ("dq", "dk", "dbias") and not case.lse and case.sink is None and seen.sum(-1).max() <= 1:
+                allowed += _noise_of_cancelling(case, name, exact.o, clean, seen)
         ratios[name] = error / allowed if error else 0.0
         assert error <= allowed, (
             f"{case}: {name} is off by {error:.3e}, allowed {allowed:.3e} "
@@ -414,20 +419,25 @@ def _bounds(case: Case, device: str, inputs: Tensors | None) -> tuple[Tensors, R
     clean = tensors(case, device, planted=False) if inputs is None else inputs
     exact = reference(case, clean)
     seen = visible(case, clean)
-    yardstick = _errors(case, unfused_results(case, clean), exact, _has_lse(clean, seen))
-    results_of = {name: x for name, x in zip(NAMES, exact, strict=True) if x is not None}
-    tiny = min(x.numel() for x in results_of.values()) < FEW  # else those of which a band or a mask leaves few
-    few = [name for name, x in results_of.items() if tiny or 0 < x.count_nonzero() < FEW]
-    if inputs is None and few:
-        for draw in range(1, 8):  # the largest of few errors says little about their size: more of them
-            again = tensors(case, device, planted=False, draw=draw)
-            errors = _errors(case, unfused_results(case, again), reference(case, again),
-                             _has_lse(again, visible(case, again)))  # fmt: skip
-            yardstick |= {name: max(yardstick[name], errors[name]) for name in few}
-    return clean, exact, seen, yardstick
+    return clean, exact, seen, _errors(case, unfused_results(case, clean), exact, _has_lse(clean, seen))
 
 
 _kept_bounds = functools.lru_cache(maxsize=128)(_bounds)  # one case is computed on several routes
+
+
+def _more_draws(case: Case, device: str, exact: Results) -> dict[str, float]:
+    """Plain torch's largest errors in seven more draws, of the results that have few elements: the largest of few
+    errors says little about their size."""
+    results = {name: x for name, x in zip(NAMES, exact, strict=True) if x is not None}
+    tiny = min(x.numel() for x in results.values()) < FEW  # else those of which a band or a mask leaves few
+    few = [name for name, x in results.items() if tiny or 0 < x.count_nonzero() < FEW]
+    found = dict.fromkeys(few, 0.0)
+    for draw in range(1, 8 if few else 1):
+        again = tensors(case, device, planted=False, draw=draw)
+        errors = _errors(case, unfused_results(case, again), reference(case, again),
+                         _has_lse(again, visible(case, again)))  # fmt: skip
+        found = {name: max(found[name], errors[name]) for name in few}
+    return found
 
 
 def opcheck(operator: torch._ops.OpOverload, arguments: Sequence[Any], traced: bool) -> None:

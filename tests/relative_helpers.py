@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,16 +161,21 @@ def check(c: Case, terms: tuple[Term, ...], backend: str, device: str = "cpu", w
     with poisoned_memory(device):
         found = _differentiate(c, x, given, ours, wanted)
     exact, theirs = _both(c, clean, leaves, reference, plain, wanted)
-    if min(y.numel() for y in exact if y is not None) < FEW or any(
-        0 < y.count_nonzero() < FEW for y in exact if y is not None
-    ):  # the largest of few errors says little about their size: more of them
-        for draw in range(1, 8):
-            again = tensors(c, device, planted=False, draw=draw)
-            _, more = _both(c, again, made(c, terms, device, draw), reference, plain, wanted)
-            theirs = [max(a, b) for a, b in zip(theirs, more, strict=True)]
     seen = visible(c, clean._replace(bias=whole(clean, leaves).expand(c.B, c.H, c.M, c.N)))
     _hold_shapes(found, [None, None, x.q, x.k, x.v, x.bias, x.sink, *given])
-    noise = _noise_of_delta(c, clean, leaves, terms, exact, seen, whole) if wanted else {}
+
+    @functools.cache
+    def noise() -> dict[int, float]:
+        return _noise_of_delta(c, clean, leaves, terms, exact, seen, whole) if wanted else {}
+
+    @functools.cache
+    def more_draws() -> list[float]:
+        """Plain torch's largest errors in seven more draws: the largest of few says little about their size."""
+        results = [y for y in exact if y is not None]
+        few = any(y.numel() < FEW or 0 < y.count_nonzero() < FEW for y in results)
+        drawn = [(tensors(c, device, planted=False, draw=n), made(c, terms, device, n)) for n in range(1, 8) if few]
+        errors = [_both(c, *again, reference, plain, wanted)[1] for again in drawn]
+        return [max(each) for each in zip(theirs, *errors, strict=True)]
 
     ratios = {}
     infinite = exact[1] == -math.inf
@@ -181,11 +187,13 @@ def check(c: Case, terms: tuple[Term, ...], backend: str, device: str = "cpu", w
         if name == "lse":
             ours_, truth = (y.masked_fill(infinite, 0.0) for y in (ours_, truth))
         error, largest = _largest(ours_.double() - truth), _largest(truth)
-        allowed = 2 * yardstick + SLACK * largest + noise.get(n, 0.0)
+        allowed = 2 * yardstick + SLACK * largest
+        if error > allowed:  # what few results need, and takes longer than all before
+            allowed = 2 * more_draws()[n] + SLACK * largest + noise().get(n, 0.0)
         assert math.isfinite(error), f"{c}: {name} is not finite"
         assert error <= allowed, (
             f"{c}; {'; '.join(map(str, terms))}: {name} is off by {error:.3e}, allowed {allowed:.3e} "
-            f"(noise {noise.get(n, 0.0):.1e}, largest element {largest:.3e})"
+            f"(noise {noise().get(n, 0.0):.1e}, largest element {largest:.3e})"
         )
         ratios[name] = error / allowed if error else 0.0
     return ratios

@@ -170,11 +170,6 @@ def check(case: Case, function=public, device: str = "cpu") -> None:
         results = function(case, given)
     exact = unfused(case, clean, torch.float64)
     yardstick = errors(unfused(case, clean, case.dtype), exact)
-    if min(y.numel() for y in exact if y is not None) < FEW:
-        for draw in range(1, 8):  # the largest of few errors says little about their size: more of them
-            _, again = tensors(case, device, draw)
-            more = errors(unfused(case, again, case.dtype), unfused(case, again, torch.float64))
-            yardstick = {name: max(e, more[name]) for name, e in yardstick.items()}
     assert (results.p.shape, results.p.dtype) == (clean.x.shape, case.dtype)
     assert (results.dx.shape, results.dx.dtype) == (clean.x.shape, case.dtype)
     if clean.bias is not None:
@@ -185,9 +180,21 @@ def check(case: Case, function=public, device: str = "cpu") -> None:
     for name, error in errors(results, exact).items():
         reference = getattr(exact, name)
         allowed = 2 * yardstick[name] + SLACK * reference.abs().max().item()
-        if name == "dbias":
-            allowed += noise(case, exact, clean)
+        if error > allowed:  # what few results need
+            allowed += 2 * max(more_draws(case, device, exact)[name] - yardstick[name], 0.0)
+            if name == "dbias":
+                allowed += noise(case, exact, clean)
         assert error <= allowed, f"{case}: {name} is off by {error:.3e}, allowed {allowed:.3e}"
+
+
+def more_draws(case: Case, device: str, exact: Results) -> dict[str, float]:
+    """Plain torch's largest errors in seven more draws, where some result has few elements: the largest of few errors
+    says little about their size."""
+    results = {name: y for name, y in zip(Results._fields, exact, strict=True) if y is not None}
+    few = min(y.numel() for y in results.values()) < FEW
+    drawn = [tensors(case, device, draw)[1] for draw in range(1, 8 if few else 1)]
+    found = [errors(unfused(case, x, case.dtype), unfused(case, x, torch.float64)) for x in drawn]
+    return {name: max((x[name] for x in found), default=0.0) for name in results}
 
 
 def noise(case: Case, exact: Results, t: Tensors) -> float:
