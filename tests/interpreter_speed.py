@@ -12,6 +12,7 @@ from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -45,6 +46,7 @@ def hurry() -> None:
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     watch_overflow(False)
     _remember_types()
+    _remember_values()
     _remember_operations()
 
 
@@ -142,6 +144,58 @@ def _remember_types() -> None:
     _replace(tl.core, "_unwrap_if_constexpr", unwrap)
 
 
+def _remember_values() -> None:
+    """Numbers and ranges are made once: nothing is written into the data of a handle. And what stands between a kernel
+    and another function, or a new axis, is passed by."""
+    numbers: dict[tuple[Any, ...], Any] = {}
+    ranges: dict[tuple[int, int], Any] = {}
+    slow_constant, slow_range, slow_tensor = semantic.scalar_constant, semantic.arange, semantic.to_tensor
+    slow_item, rewritten = tl.tensor.__getitem__, interpreter.InterpretedFunction.rewritten_fn
+    whole = slice(None)
+
+    def again(x: Any) -> Any:
+        return tl.tensor(Handle(x.handle.data, x.handle.dtype), x.type)
+
+    def scalar_constant(value: Any, dtype: Any) -> Any:
+        key = type(value), repr(value), dtype.name
+        if key not in numbers:
+            if len(numbers) > 10_000:
+                numbers.clear()
+            numbers[key] = slow_constant(value, dtype)
+        return again(numbers[key])
+
+    def arange(start: int, end: int, **named: Any) -> Any:
+        if named:
+            return slow_range(start, end, **named)
+        if (start, end) not in ranges:
+            ranges[start, end] = slow_range(start, end)
+        return again(ranges[start, end])
+
+    def to_tensor(x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is tl.tensor else slow_tensor(x, check_type)
+
+    def item(self: Any, places: Any) -> Any:
+        if type(places) is not tuple or not all(x is None or (type(x) is slice and x == whole) for x in places):
+            return slow_item(self, places)
+        for dim, place in enumerate(places):
+            if place is None:
+                self = semantic.expand_dims(self, dim)
+        return self
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        function = rewritten.get(self.fn) or self.rewrite()
+        try:
+            return function(*arguments, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    _replace(semantic, "scalar_constant", scalar_constant)
+    _replace(semantic, "arange", arange)
+    _replace(semantic, "to_tensor", to_tensor)
+    _replace(tl.tensor, "__getitem__", item)
+    _replace(interpreter.InterpretedFunction, "__call__", call)
+
+
 def _remember_operations() -> None:
     """``x + y`` goes through five functions, and brings x and y to one type and one shape, before anything is added.
     Where all of that comes to one operation of numpy, that is asked for at once when operands of such types are met
@@ -153,13 +207,13 @@ def _remember_operations() -> None:
         _shorten_one(name)
     for name in ("minimum", "maximum"):
         _shorten_two(name)
-    for operator in ("add", "sub", "mul"):
-        function = _shorten_two(operator, {"add": (True, True), "sub": (True, False), "mul": ()}[operator])
-        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, unwrapped(y), True))
+    for operator, pointers in {"add": (True, True), "sub": (True, False), "mul": ()}.items():
+        function = _shorten_two(operator, pointers)
+        _replace(tl.tensor, f"__{operator}__", _operator(operator, function, True))
         _replace(tl.tensor, f"__r{operator}__", lambda x, y, f=function: f(unwrapped(y), x, True))
-    for operator, name in {"and": "and_", "or": "or_", "xor": "xor_"}.items():
-        function = _shorten_two(name)
-        _replace(tl.tensor, f"__{operator}__", lambda x, y, f=function: f(x, unwrapped(y)))
+    for operator, name in {"floordiv": "floordiv", "mod": "mod", "and": "and_", "or": "or_", "xor": "xor_"}.items():
+        function = _shorten_two(name, (False, False, True, True) if operator in ("floordiv", "mod") else ())
+        _replace(tl.tensor, f"__{operator}__", _operator(name, function))
         _replace(tl.tensor, f"__r{operator}__", lambda x, y, f=function: f(unwrapped(y), x))
     for operator, name in {
         "lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal",
@@ -168,8 +222,22 @@ def _remember_operations() -> None:
         function = _shorten_two(name)
         _replace(
             tl.tensor, f"__{operator}__",
-            lambda x, y, f=function: f(x, y if type(y) is tl.tensor else semantic.to_tensor(y)),
+            _operator(name, lambda x, y, f=function: f(x, y if type(y) is tl.tensor else semantic.to_tensor(y))),
         )  # fmt: skip
+
+
+def _operator(name: str, function: Any, *more: Any) -> Any:
+    """``function(x, y, *more)``, and at once what is known of two tensors of such types."""
+    tensor, unwrapped = tl.tensor, tl.core._unwrap_if_constexpr
+
+    def operator(x: Any, y: Any) -> Any:
+        if type(y) is tensor:
+            plan = _plans.get((name, x.type.name, y.type.name, *more))
+            if plan is not None:
+                return _made(plan.ufunc(x.handle.data, y.handle.data), plan)
+        return function(x, unwrapped(y), *more)
+
+    return operator
 
 
 def _kind(x: Any) -> Any:
@@ -216,17 +284,23 @@ def _bring_to_one_type(slow: Any) -> Any:
 
 
 def _spread(slow: Any) -> Any:
-    """``slow``, which brings two tensors to one shape, but for shapes that it leaves as they are."""
-    equal: set[tuple[str, str]] = set()
+    """``slow``, which brings two tensors to one shape, of types of which it knows how they become what."""
+    known: dict[tuple[str, str], Any] = {}
+
+    def become(x: Any, what: Any) -> Any:
+        if what is None:
+            return x
+        kind, dtype = what
+        return tl.tensor(Handle(np.broadcast_to(x.handle.data, kind.shape), dtype), kind)
 
     def spread(x: Any, y: Any) -> tuple[Any, Any]:
         key = x.type.name, y.type.name
-        if key in equal:
-            return x, y
-        both = slow(x, y)
-        if both[0] is x and both[1] is y:
-            equal.add(key)
-        return tuple(both)
+        found = known.get(key)
+        if found is None:
+            both = tuple(slow(x, y))
+            known[key] = [None if b is a else (b.type, b.handle.dtype) for a, b in zip((x, y), both, strict=True)]
+            return both
+        return become(x, found[0]), become(y, found[1])
 
     return spread
 
@@ -269,6 +343,9 @@ def _learn(slow: Any, tensors: tuple[Any, ...], *more: Any, **named: Any) -> tup
 def _by_ufunc(plan: Plan, operands: tuple[Any, Any], result: Any) -> dict[str, Any]:
     """More of a plan whose result is what a function of numpy makes of the operands, and nothing else."""
     asked = getattr(interpreter.InterpreterBuilder, plan.name)
+    if plan.name == "create_addptr":
+        width = max(1, operands[0].handle.get_element_ty().primitive_bitwidth // 8)
+        return {"ufunc": lambda x, y: x + width * y.astype(np.uint64), "scalar": result.handle.dtype}
     found = (
         asked(SimpleNamespace(binary_op=lambda left, right, ufunc: ufunc), None, None) if _is_binary(asked) else None
     )
@@ -336,16 +413,20 @@ def _shorten_two(name: str, pointers: tuple[bool, ...] = ()) -> Any:
             result, plan = _learn(slow, brought, *more, **named)
             if len(_plans) > 100_000:  # numbers of loops
                 _plans.clear()
-            _plans[key] = plan and plan._replace(brought=rules, **_by_ufunc(plan, brought, result))
+            plan = plan and plan._replace(brought=rules, **_by_ufunc(plan, brought, result))
+            _plans[key] = plan
+            if plan and plan.ufunc and rules == (None, None) and not named:
+                _plans[name, x.type.name, y.type.name, *more] = plan  # for `_operator`
             return result
         if plan is None:
             return slow(x, y, *more, **named)
         one, other = plan.brought
-        left = x.handle if one is None else _handle(x, one)
-        right = y.handle if other is None else _handle(y, other)
         if plan.ufunc is None:
-            return tl.tensor(getattr(semantic.builder, plan.name)(left, right, *plan.arguments), plan.result)
-        return _made(plan.ufunc(left.data, right.data), plan)
+            handles = _handle(x, one), _handle(y, other)
+            return tl.tensor(getattr(semantic.builder, plan.name)(*handles, *plan.arguments), plan.result)
+        left = x.handle.data if one is None else one[0] if type(one) is tuple else _handle(x, one).data
+        right = y.handle.data if other is None else other[0] if type(other) is tuple else _handle(y, other).data
+        return _made(plan.ufunc(left, right), plan)
 
     _replace(semantic, name, quick)
     return quick
