@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import bytecode_written  # noqa: F401  (before torch)
 import descriptor_lint
 import ledger
 import torch

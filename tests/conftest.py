@@ -8,33 +8,43 @@ from pathlib import Path
 
 import bytecode_written  # noqa: F401  (before torch)
 import pytest
-import torch
 from durations import pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  (hooks)
-
-# Short operators in several threads wait for each other more than they work, and pytest-xdist's processes take each
-# other's cores: half of the time of many a file.
-torch.set_num_threads(1)
-
-# Without a GPU torch.manual_seed keeps, for the time when there is one, the seed and a printed stack for each of its
-# kinds: a millisecond a test, a third of what pytest takes for one.
-seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 # Child processes import the package of this checkout, installed or not.
 SOURCES = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def pytest_collection_finish(session):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
     """What is imported and collected stays: the collector of garbage need not look through it again and again, which
-    was 5 to 8 % of the time of small tests."""
-    gc.collect()
-    gc.freeze()
+    was a quarter of the time of the collection, and 5 to 8 % of the time of small tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture(scope="session")
+def set_seed():
+    """torch.manual_seed; imported here, since of xdist's processes the one that starts the others runs no test."""
+    import torch
+
+    # Short operators in several threads wait for each other more than they work, and pytest-xdist's processes take each
+    # other's cores: half of the time of many a file.
+    torch.set_num_threads(1)
+    # Without a GPU torch.manual_seed keeps, for the time when there is one, the seed and a printed stack for each of
+    # its kinds: a millisecond a test, a third of what pytest takes for one.
+    return torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
 @pytest.fixture(autouse=True)
-def same_numbers_each_time():
+def same_numbers_each_time(set_seed):
     """A test that draws without a generator of its own draws the same each time; soak.py is there to draw afresh."""
-    seed(0)
+    set_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import bytecode_written  # noqa: F401  (before torch)
 import torch
 from helpers import Case, Tensors
 from torch import Tensor

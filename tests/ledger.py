@@ -16,6 +16,7 @@ nearly always: ptxas 12.8 may order them anew for a label, and for the largest k
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -69,7 +70,9 @@ def parse(text: str) -> Ledger:
     return Ledger({key: Entry(**x) for key, x in read["kernels"].items()}, read["cases"], read.get("rooms", {}))
 
 
+@functools.cache
 def load() -> Ledger:
+    """What is committed."""
     return parse(PATH.read_text()) if PATH.exists() else Ledger.empty()
 
 
