@@ -23,7 +23,6 @@ from models import (
     run,
     tokens,
 )
-from processes import python
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -432,11 +431,3 @@ def test_errors():
         with pytest.raises(NotImplementedError, match=f"^{name}: .* is not implemented"):
             integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(2)})
         integration.attention_forward(torch.nn.Module(), q, q, q, None, **{name: None})
-
-
-def test_importing_tilewise_does_not_import_transformers():
-    code = (
-        "import sys, tilewise, tilewise.integrations; tilewise.attention, tilewise.scaled_dot_product_attention; "
-        "sys.exit('transformers' in sys.modules)"
-    )
-    python("-c", code)

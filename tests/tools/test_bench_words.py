@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 from command_line import invoke
-from processes import python
 
 from tilewise_tools.bench import report, run
 from tilewise_tools.bench.cases import Case
@@ -120,8 +119,3 @@ def test_a_missing_matplotlib_is_one_line(monkeypatch):
     assert result.output == (
         "tilewise bench: not installed: matplotlib: in a checkout of tilewise, pip install '.[cli]'\n"
     )
-
-
-def test_the_run_needs_no_typer():
-    code = "import sys, tilewise_tools.bench.__main__, tilewise_tools.bench.run; print('typer' in sys.modules)"
-    assert python("-c", code).stdout == "False\n"

@@ -173,6 +173,19 @@ q = torch.zeros(1, 1, 2, 8)
 tilewise.attention(q, q, q, bias=torch.zeros(2, 2, requires_grad=True)).sum().backward()
 print(had == ("triton" in sys.modules) and "transformers" not in sys.modules, torch.cuda.is_initialized())
 """,
+        "calls": """
+had = "torch.distributed.tensor" in sys.modules
+x = torch.zeros(1, 1, 2, 8)
+tilewise.attention(x, x, x)
+tilewise.attention(x.to("meta"), x.to("meta"), x.to("meta"))
+print(had, "torch.distributed.tensor" in sys.modules, "torch.utils.flop_counter" in sys.modules)
+""",
+        "bench": "import tilewise_tools.bench.__main__, tilewise_tools.bench.run; print('typer' in sys.modules)",
+        "names": """
+import tilewise.integrations
+tilewise.attention, tilewise.scaled_dot_product_attention
+print("transformers" in sys.modules)
+""",
         "dir": "import tilewise.api, tilewise.varlen; print(*dir(tilewise))",
         "all": all_modules(),
         **{name: f"print(tilewise.{name}.__name__)" for name in PACKAGES},
@@ -204,6 +217,18 @@ print(",".join(sorted(tilewise.__all__)))
 
 def test_a_call_on_the_cpu_touches_neither_cuda_nor_triton():
     assert children()["call"] == ["True", "False"]
+
+
+def test_a_call_without_dtensors_does_not_import_them():
+    assert children()["calls"] == ["False"] * 3
+
+
+def test_importing_tilewise_does_not_import_transformers():
+    assert children()["names"] == ["False"]
+
+
+def test_the_run_of_a_bench_needs_no_typer():
+    assert children()["bench"] == ["False"]
 
 
 @pytest.mark.parametrize("name", tilewise.__all__)
