@@ -84,11 +84,11 @@ DISTRIBUTED = [
     Fault(
         "tilewise_tools/bench/parallel/run.py", "if not error <= _FACTOR * allowed[name] + slack", "if error != error",
         "a wrong answer is measured",
-        "tools/test_bench_parallel.py::test_a_run_of_two_processes",
+        "distributed/test_bench_parallel.py::test_a_run_of_two_processes",
     ),
     Fault(
         "tilewise_tools/bench/parallel/timeline.py", "if found and begin <= found[-1][1]:", "if found and begin < found[0][1]:",
         "what runs after something else counts as running beside it",
-        "tools/test_bench_parallel.py::test_a_timeline_tells_what_runs_beside_what",
+        "distributed/test_bench_parallel.py::test_a_timeline_tells_what_runs_beside_what",
     ),
 ]  # fmt: skip
