@@ -27,10 +27,13 @@ VERSIONS := .versions
 AOT := tests/aot
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all ledger lint docs dist hub-kernel mutants test-browser test-versions
+.PHONY: beside demo test test-all ledger lint docs dist hub-kernel mutants test-browser test-versions
 
 demo: $(READY)
 	$(BIN)/tilewise demo
+
+# What .ci/run installs on another core than the environment of the tests.
+beside: $(READY_DOCS) $(READY_360)
 
 # tests/gpu runs where PyTorch finds a CUDA device, one process at a time.
 test: $(READY) $(READY_360)
@@ -96,9 +99,11 @@ dist: $(READY) $(READY_DOCS)
 hub-kernel:
 	$(PYTHON) hub/build.py build/hub-kernel
 
-# torch first, at the exact version of constraints.txt, so that pip has no newer one to consider.
-$(READY): pyproject.toml constraints.txt
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+# torch first, at the exact version of constraints.txt, so that pip has no newer one to consider.
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -c constraints.txt torch
 	$(INSTALL) -c constraints.txt -e '.[transformers,demo,test,lint]'
 	touch $@
@@ -110,7 +115,7 @@ $(READY_DOCS): pyproject.toml constraints.txt
 		-c constraints.txt -r $(DOCS)/needed.txt
 	touch $@
 
-$(VENV)/.ready-triton-3.6.0: | $(READY)
+$(VENV)/.ready-triton-3.6.0: | $(BIN)/python
 	rm -rf $(TRITON_360)
 	$(INSTALL) --no-deps --target $(TRITON_360) triton==3.6.0
 	touch $@
