@@ -18,10 +18,13 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def program(source: str, line: int) -> list[str]:
-    """The statement of the module that has a line, and the next one, as they are parsed."""
-    statements = [x for x in ast.parse(source).body if (x.end_lineno or 0) >= line]
-    return [ast.dump(x) for x in statements[:2]]
+@cache
+def statements(path: Path) -> list[ast.stmt]:
+    return ast.parse(read(path)).body
+
+
+def parsed(source: str) -> list[str]:
+    return [ast.dump(x) for x in ast.parse(source).body]
 
 
 @cache
@@ -35,12 +38,19 @@ def test_each_text_occurs_once():
 
 
 def test_each_fault_is_a_program():
-    """Not one that cannot be read: that would be noticed by anything."""
+    """Not one that cannot be read: that would be noticed by anything. Of the module, the statements that have the text
+    are parsed, and the next one."""
     for fault in FAULTS:
         path = ROOT / "src" / fault.file
         source = read(path)
-        line = 1 + source[: source.index(fault.text)].count("\n")
-        assert program(source.replace(fault.text, fault.becomes), line) != program(source, line), fault
+        first = 1 + source[: source.index(fault.text)].count("\n")
+        last = first + fault.text.count("\n")
+        ends = [x.end_lineno or 0 for x in statements(path)]
+        begin = max((end for end in ends if end < first), default=0)
+        after = sorted(end for end in ends if end >= last)[:2]
+        text = "\n".join(source.split("\n")[begin : after[-1]])
+        assert text.count(fault.text) == 1, fault
+        assert parsed(text.replace(fault.text, fault.becomes)) != parsed(text), fault
 
 
 def test_each_test_exists():
