@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 from helpers import cached, compute_by, empty_cache, opcheck
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -113,9 +114,11 @@ def test_opcheck_backward(name, use_lse):
 
 @pytest.fixture
 def fresh_dynamo():
+    """Nothing compiled before counts, nor what is on disk: Inductor's cache does not see a change of a fake kernel."""
     torch._dynamo.reset()
     counters.clear()
-    yield
+    with inductor.patch(fx_graph_cache=False):
+        yield
     torch._dynamo.reset()
 
 
