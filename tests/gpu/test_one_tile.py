@@ -79,3 +79,18 @@ def test_two_calls_have_equal_bits():
         o = attention(*leaves[:3], bias=leaves[3])
         found.append((o, *torch.autograd.grad(o, leaves, torch.ones_like(o))))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_compile():
+    x = tensors(replace(WINDOWS, mask="11mn"), "cuda")
+
+    def call(q, k, v, bias):
+        return attention(2 * q, k, v, bias=bias, mask=x.mask).square()
+
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True)):
+        leaves = [y.detach().requires_grad_() for y in (x.q, x.k, x.v, x.bias)]
+        o = function(*leaves)
+        found.append((o, *torch.autograd.grad(o, leaves, torch.ones_like(o))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * float(b.abs().max()))

@@ -14,7 +14,7 @@ import torch
 from tilewise.backends import float32_precision, has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.backends.short_sequences import fit_tiles
-from tilewise.backends.triton.one_tile import config as one_tile_config
+from tilewise.backends.triton.one_tile.config import tiles as one_tile_tiles
 from tilewise.quantities import count
 from tilewise.spec.operands import PART_WORDS
 from tilewise.spec.problem import Problem
@@ -48,7 +48,7 @@ def prefers(problem: Problem) -> str | None:
 
 def tiles(problem: Problem) -> str:
     if fit_tiles(problem):
-        return one_tile_config.tiles(problem)
+        return one_tile_tiles(problem)
     from tilewise.backends.triton.config import forward_config, splits
 
     c = forward_config(problem, bias_tma=True, tma=True)

@@ -1,24 +1,16 @@
-"""Options of the one-tile kernels, and how their programs share the work. Does not import triton."""
+"""Tiles and options of the one-tile kernels, and how their programs share the work. Does not import triton."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.backends.triton.config import padded
+from tilewise.backends.triton.config import TritonConfig, padded
 from tilewise.spec.problem import Problem
 
 # Twelve for each multiprocessor of an H200. The number does not depend on the device, so that the bits of dBias, a sum
 # over programs, do not either.
 WARPS = 12 * 132
 MOST_REGISTERS = 168  # of a thread, so that twelve warps share the 65,536 of a multiprocessor
-
-
-class Options(NamedTuple):
-    """Options of a `Launch`."""
-
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None
 
 
 class Sharing(NamedTuple):
@@ -34,16 +26,20 @@ class Sharing(NamedTuple):
     masks_vary: bool
 
 
-def options(problem: Problem, backward: bool) -> Options:
-    """Return the options of a pass. Where registers would spill much, fewer warps share a multiprocessor instead."""
-    warps = padded(max(problem.queries, problem.keys)) // 16
+def one_tile_config(problem: Problem, backward: bool) -> TritonConfig:
+    """Return the config of a pass. Where registers would spill much, fewer warps share a multiprocessor instead."""
+    rows, cols = padded(problem.queries), padded(problem.keys)
+    warps = max(rows, cols) // 16
     if max(problem.head_dim, problem.value_dim) <= 32:
-        return Options(warps, 3, MOST_REGISTERS)
-    return Options(warps, 1, None) if backward else Options(warps, 2, MOST_REGISTERS)
+        return TritonConfig(rows, cols, warps, 3, maxnreg=MOST_REGISTERS)
+    if backward:
+        return TritonConfig(rows, cols, warps, 1)
+    return TritonConfig(rows, cols, warps, 2, maxnreg=MOST_REGISTERS)
 
 
 def sharing(problem: Problem) -> Sharing:
-    p, most = problem, WARPS // options(problem, False).num_warps
+    """Return which elements share a matrix, and how many programs their sequences have."""
+    p, most = problem, WARPS // one_tile_config(problem, False).num_warps
     batch, heads = (1, 1) if p.bias is None else (p.bias.batch, p.bias.heads)
     vary = False
     if p.mask is not None:
@@ -57,7 +53,9 @@ def sharing(problem: Problem) -> Sharing:
 
 def tiles(problem: Problem) -> str:
     """Describe the tiles in words, for explain()."""
-    found = sharing(problem)
-    rows, cols = padded(problem.queries), padded(problem.keys)
+    c, found = one_tile_config(problem, False), sharing(problem)
     programs = found.batch * found.heads * found.programs
-    return f"whole sequences in tiles of {rows} queries x {cols} keys, one after the other, by {programs:,} programs"
+    return (
+        f"whole sequences in tiles of {c.block_m} queries x {c.block_n} keys, one after the other, by {programs:,} "
+        "programs"
+    )

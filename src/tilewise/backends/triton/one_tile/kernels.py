@@ -108,7 +108,7 @@ def with_mask(added, mask, b, h, sizes, c):
 
 
 @triton.jit
-def output_of_row(p, visible, v_tile, c):
+def product_with_v(p, visible, v_tile, c):
     """Return P V. A hidden value that is not finite adds 0, a visible one makes the element NaN."""
     acc = dot(p.to(v_tile.dtype), v_tile, None, c)
     if c.HIDES:  # 0 · NaN = NaN: a hidden value may have reached acc; only then compute again
@@ -144,7 +144,7 @@ def one_tile_forward_kernel(q, k, v, bias, mask, o, lse, terms, sizes, c):
         base = tl.where(top == -float("inf"), 0.0, top)
         p = tl.exp2((s - base[:, None]) * terms.exponent)  # no rounding of large scores: the difference is exact
         total = tl.sum(p, 1)
-        acc = output_of_row(p, visible, v_tile, c)
+        acc = product_with_v(p, visible, v_tile, c)
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
         store_rows(o, acc, b, h, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
         value = (base.to(tl.float64) * terms.exponent + tl.log2(total)) * LN2

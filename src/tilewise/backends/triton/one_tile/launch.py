@@ -20,8 +20,8 @@ from tilewise.backends import (
 )
 from tilewise.backends.kernels.score import INTERPRET, score_terms
 from tilewise.backends.launch.launcher import POINTER, Launch, Record, constants, strided, strided_if_any
-from tilewise.backends.triton.config import every_pair_alike, padded
-from tilewise.backends.triton.one_tile.config import Options, Sharing, options, sharing
+from tilewise.backends.triton.config import TritonConfig, every_pair_alike, padded
+from tilewise.backends.triton.one_tile.config import Sharing, one_tile_config, sharing
 from tilewise.backends.triton.one_tile.kernels import (
     OneTileConstants,
     OneTileGradients,
@@ -40,13 +40,13 @@ class OneTileForward:
         q, k, v, bias, mask, *_ = inputs
         o = empty_output(q, problem.value_dim, "meta")
         self.layout_o, self.lse_dtype = (o.shape, o.stride()), saved_lse_dtype(problem.dtype, problem)
-        shared, chosen = sharing(problem), options(problem, False)
+        shared, config = sharing(problem), one_tile_config(problem, False)
         self.main = Launch(
             one_tile_forward_kernel,
             _programs(shared),
             (strided(q), strided(k), strided(v), strided(bias), strided(mask), strided(o), POINTER),
-            _numbers(problem, shared, chosen, (q, k, v, bias, mask)),
-            **_given(chosen),
+            _numbers(problem, shared, config, (q, k, v, bias, mask)),
+            **config.options,
         )
 
     def __call__(self, inputs: Inputs) -> Outputs:
@@ -64,7 +64,7 @@ class OneTileBackward:
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> None:
         q, k, v, bias, mask, *_ = inputs
         do, dlse, _ = cotangents
-        shared, chosen = sharing(problem), options(problem, True)
+        shared, config = sharing(problem), one_tile_config(problem, True)
         # dBias is a matrix for each program; see `_bias_gradient`.
         self.parts: tuple[int, ...] | None = None
         self.summed: list[int] = []
@@ -90,8 +90,8 @@ class OneTileBackward:
                 strided(mask),
                 Record(OneTileGradients, tuple([strided_if_any(x) for x in (*like, dbias)])),
             ),
-            _numbers(problem, shared, chosen, (q, k, v, do, bias, mask)),
-            **_given(chosen),
+            _numbers(problem, shared, config, (q, k, v, do, outputs.o, bias, mask)),
+            **config.options,
         )
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
@@ -119,12 +119,8 @@ def _programs(shared: Sharing) -> int:
     return shared.batch * shared.heads * shared.programs
 
 
-def _given(chosen: Options) -> dict[str, int]:
-    return {name: x for name, x in chosen._asdict().items() if x is not None}
-
-
 def _numbers(
-    problem: Problem, shared: Sharing, chosen: Options, tensors: tuple[Tensor | None, ...]
+    problem: Problem, shared: Sharing, config: TritonConfig, tensors: tuple[Tensor | None, ...]
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the kernels' arguments that are not tensors."""
     p = problem
@@ -134,8 +130,8 @@ def _numbers(
     ]
     block_d, block_dv = padded(p.head_dim), padded(p.value_dim)
     c = OneTileConstants(
-        BLOCK_M=padded(p.queries),
-        BLOCK_N=padded(p.keys),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         EVEN_D=block_d == p.head_dim,
@@ -147,7 +143,7 @@ def _numbers(
         MASK_HOW=hows[1],
         MASKS_VARY=shared.masks_vary,
         HIDES=not every_pair_alike(p),
-        STAGES=chosen.num_stages,
+        STAGES=config.num_stages,
         PRECISION="tf32",  # unused: 16 bits
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
     )
