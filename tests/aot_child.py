@@ -230,7 +230,8 @@ def compile_case(
         outputs = Outputs(o, lse, empty_low_bits(o, problem))
         cotangents = Outputs(torch.empty_like(o), torch.empty_like(lse, dtype=torch.float32) if case.lse else None)
         needs = Needs(
-            True, True, True, inputs.bias is not None, case.sink is not None,
+            *("q" in case.grads, "k" in case.grads, "v" in case.grads), inputs.bias is not None and "b" in case.grads,
+            case.sink is not None,
             **{name: name in problem.parts.grads for name in DIFFERENTIABLE if problem.parts is not None},
         )  # fmt: skip
         backend.prepare["backward"](problem, inputs, outputs, cotangents, needs)(inputs, outputs, cotangents)

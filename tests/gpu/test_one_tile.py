@@ -81,6 +81,7 @@ def test_two_calls_have_equal_bits():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # PyTorch's own use
 def test_compile():
     x = tensors(replace(WINDOWS, mask="11mn"), "cuda")
 

@@ -41,6 +41,10 @@ class OneTileConstants(NamedTuple):
     STAGES: Any  # of the loop over sequences
     PRECISION: Any  # of float32 products
     MARK: Any  # dtype that marks values that are not finite
+    WANT_Q: Any = False
+    WANT_K: Any = False
+    WANT_V: Any = False
+    WANT_BIAS: Any = False
     PACKED: Any = False
 
 
@@ -58,7 +62,7 @@ class OneTileSizes(NamedTuple):
 
 
 class OneTileGradients(NamedTuple):
-    """Destinations of the gradients: a `Strided`, or None where none is required."""
+    """Destinations of the gradients, each a `Strided`."""
 
     dq: Any
     dk: Any
@@ -216,16 +220,16 @@ def one_tile_backward_kernel(q, k, v, do, o, lse, dlse, bias, mask, grads, terms
         dp = dot(do_tile, v_tile.T, None, c)
         ds, db = score_tile_gradient(p, dp, delta[:, None], slope, terms)
         ds = ds.to(q_tile.dtype)
-        if grads.dbias is not None:
+        if c.WANT_BIAS:
             dbias_sum += db
-        if grads.dv is not None:
+        if c.WANT_V:
             dv_tile = dot(tl.trans(p.to(do_tile.dtype)), do_tile, None, c)
             store_rows(grads.dv, dv_tile, b, h, n, sizes.keys, sizes.value_dim, c.BLOCK_DV)
-        if grads.dq is not None:
+        if c.WANT_Q:
             dq_tile = dot(ds, k_tile, None, c) * terms.scale
             store_rows(grads.dq, dq_tile, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
-        if grads.dk is not None:
+        if c.WANT_K:
             dk_tile = dot(tl.trans(ds), q_tile, None, c) * terms.scale
             store_rows(grads.dk, dk_tile, b, h, n, sizes.keys, sizes.head_dim, c.BLOCK_D)
-    if grads.dbias is not None:
+    if c.WANT_BIAS:
         store_rows(grads.dbias, dbias_sum, tl.program_id(0), 0, m, sizes.queries, sizes.keys, c.BLOCK_N)

@@ -88,9 +88,18 @@ class OneTileBackward:
                 strided_if_any(None if dlse is None else dlse[..., None]),
                 strided(bias),
                 strided(mask),
-                Record(OneTileGradients, tuple([strided_if_any(x) for x in (*like, dbias)])),
+                Record(OneTileGradients, tuple([strided(x) for x in (*like, dbias)])),
             ),
-            _numbers(problem, shared, config, (q, k, v, do, outputs.o, bias, mask)),
+            _numbers(
+                problem,
+                shared,
+                config,
+                (q, k, v, do, outputs.o, bias, mask),
+                WANT_Q=needs.q,
+                WANT_K=needs.k,
+                WANT_V=needs.v,
+                WANT_BIAS=self.parts is not None,
+            ),
             **config.options,
         )
 
@@ -120,7 +129,7 @@ def _programs(shared: Sharing) -> int:
 
 
 def _numbers(
-    problem: Problem, shared: Sharing, config: TritonConfig, tensors: tuple[Tensor | None, ...]
+    problem: Problem, shared: Sharing, config: TritonConfig, tensors: tuple[Tensor | None, ...], **wanted: bool
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the kernels' arguments that are not tensors."""
     p = problem
@@ -146,6 +155,7 @@ def _numbers(
         STAGES=config.num_stages,
         PRECISION="tf32",  # unused: 16 bits
         MARK=tl.float32 if INTERPRET else tl.bfloat16,  # the interpreter computes bfloat16 products wrongly
+        **wanted,
     )
     sizes = OneTileSizes(p.batch, p.heads, p.queries, p.keys, p.head_dim, p.value_dim, *shared[:3])
     return score_terms(p.score, scaled=True), sizes, constants(c)
