@@ -7,6 +7,7 @@ from faults_distributed import DISTRIBUTED
 from faults_hopper import HOPPER
 from faults_masks import MASKS
 from faults_memory import MEMORY
+from faults_one_tile import ONE_TILE
 from faults_packed import PACKED
 from faults_windows import WINDOWS
 
@@ -646,5 +647,5 @@ FAULTS = [
         "NaN passes for a right answer",
         "tools/test_bench.py::test_a_wrong_answer_is_not_timed",
     ),
-    *MASKS, *DISTRIBUTED, *WINDOWS, *PACKED, *MEMORY,
+    *MASKS, *DISTRIBUTED, *WINDOWS, *PACKED, *ONE_TILE, *MEMORY,
 ]  # fmt: skip

@@ -11,8 +11,9 @@ from helpers import Case, check, run
 from pairwise import each
 from repeated_masks import RepeatedCase, hold_repeated
 
+from tilewise import attention
 from tilewise.backends.short_sequences import fit_tiles
-from tilewise.backends.triton.one_tile.config import WARPS, sharing
+from tilewise.backends.triton.one_tile.config import sharing
 from tilewise.planner import make_plan
 from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
@@ -83,11 +84,43 @@ def test_hidden_pairs(interpreter, case):
     interpreter(hold, case)
 
 
-@each([replace(WINDOWS, B=400, mask="b1mn"), replace(WINDOWS, B=800, H=1, bias=None, mask="b1mn", planted=NAN)])
-def test_more_masks_than_programs(interpreter, case):
-    """Each program then has several masks, and reads one in each step."""
-    assert case.B * case.H > WARPS // 2
-    interpreter(hold, case)
+def with_few_programs(function, *arguments):
+    """Call the function where a matrix has three programs at most, so that each computes several sequences."""
+    from tilewise.backends.triton.one_tile import config
+
+    warps, config.WARPS = config.WARPS, 6
+    try:
+        return function(*arguments)
+    finally:
+        config.WARPS = warps
+
+
+@each(
+    [
+        WINDOWS,
+        replace(WINDOWS, bias="11mn", mask="11mn", M=49, N=49),
+        replace(WINDOWS, mask="b1mn", planted=NAN),  # more masks than programs: one is read in each step
+        replace(WINDOWS, bias=None, mask="bhmn", blind=True),
+    ]
+)
+def test_several_sequences_for_a_program(interpreter, case):
+    interpreter(with_few_programs, hold, case)
+
+
+def probabilities(bias: torch.Tensor) -> torch.Tensor:
+    """Return P (M, N) of the backward beside a bias (M, N): dV of a dO that is 1 where query and column are equal."""
+    M, N = bias.shape
+    q, k, v = (torch.zeros(64, 2, n, M, dtype=torch.float16) for n in (M, N, N))
+    o = attention(q, k, v.requires_grad_(), bias=bias[None, None], backend="triton")
+    (dv,) = torch.autograd.grad(o, v, torch.eye(M, dtype=torch.float16).expand_as(o))
+    return dv[0, 0].T
+
+
+def test_p_has_no_rounding_of_a_large_lse(interpreter):
+    """Three equal scores of -30,000 have 1/3 each. Their LSE is -30,000 + log 3; float32 numbers of that size are 0.002
+    apart, and this one is halfway between two."""
+    found = interpreter(probabilities, torch.full((16, 3), -30000.0))
+    assert torch.equal(found, torch.full((16, 3), 1 / 3, dtype=torch.float16))
 
 
 def test_a_mask_that_repeats(interpreter):
