@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+import tilewise.operator.autograd  # noqa: F401  (defines the operators)
 from tilewise.spec.bias_components import DIFFERENTIABLE, Parts
 from tilewise.spec.block_mask import TileTensors
 from tilewise.spec.seqlens import Lengths
