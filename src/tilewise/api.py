@@ -72,10 +72,10 @@ def attention(
     """Return exact attention, ``softmax(softcap(scale * q @ k.mT) + bias) @ v``; the scores are not stored.
 
     Args:
-        q: queries (B, H, M, D) in float16, bfloat16, float32 or, on the CPU, float64; D is 1 to 256. Any strides: data
+        q: queries (B, H, M, D) in float16, bfloat16, float32 or, on the CPU, float64; D is 1 or more. Any strides: data
             stored as (B, M, H, D) is passed as ``transpose(1, 2)`` without a copy, and o gets the same memory layout.
         k: keys (B, Hkv, N, D) in q's dtype. Hkv divides H (GQA, MQA): query head h uses key head h // (H / Hkv).
-        v: values (B, Hkv, N, Dv) in q's dtype. Dv is 1 to 256 and may differ from D.
+        v: values (B, Hkv, N, Dv) in q's dtype. Dv is 1 or more and may differ from D.
         bias: added to the scaled scores, after the softcap. A tensor of at most 4 dimensions that broadcasts as {B|1} ×
             {H|Hkv|1} × {M|1} × {N|1}, in float16, bfloat16, float32 or, on the CPU, float64, independently of q's
             dtype; or a term of `tilewise.bias` (relative positions, T5, ALiBi, low rank); or a tuple of tensors and

@@ -19,7 +19,7 @@ from tilewise.frontend.jagged import are_jagged, jagged_attention
 from tilewise.frontend.keywords import named_only, unexpected
 from tilewise.operator.autograd import attention_op
 from tilewise.operator.tools import is_symbolic, symbolic
-from tilewise.spec.checks import DTYPES, MAX_HEAD_DIM, check_flag, missing_axes
+from tilewise.spec.checks import DTYPES, check_flag, check_head_dim, missing_axes
 from tilewise.spec.score import Band, Score, check_numbers
 from tilewise.spec.tensors import PLAIN, causal_limit, check_tensor, is_causal_bias, is_dtensor
 
@@ -46,10 +46,10 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., H, L, E) with any number of leading dimensions, also none, in float16, bfloat16, float32 or, on the
-            CPU, float64; E is 1 to 256. Like PyTorch's function, float32 keeps its precision on a GPU whatever
+            CPU, float64; E is 1 or more. Like PyTorch's function, float32 keeps its precision on a GPU whatever
             ``allow_tf32`` says.
         key: (..., H, S, E) in query's dtype. Leading dimensions of query, key and value broadcast against each other.
-        value: (..., H, S, Ev) in query's dtype. Ev is 1 to 256.
+        value: (..., H, S, Ev) in query's dtype. Ev is 1 or more.
         attn_mask: broadcastable to (..., H, L, S). bool: True = attend. float16, bfloat16, float32 or, on the CPU,
             float64, independently of query's dtype: added to the scores; -inf hides the key from the query. Or a
             `torch.nn.attention.bias.CausalBias` (``causal_upper_left(L, S)``, ``causal_lower_right(L, S)``), for which
@@ -233,8 +233,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor 
     if value.shape[-2] != key.shape[-2]:
         raise ValueError(f"value: length must equal key's {key.shape[-2]}, got {value.shape[-2]}")
     for name, size in (("query, key", query.shape[-1]), ("value", value.shape[-1])):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: head dimension must be between 1 and {MAX_HEAD_DIM}, got {size}")
+        check_head_dim(name, size)
 
 
 def _band(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Band]:

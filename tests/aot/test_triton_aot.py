@@ -259,6 +259,34 @@ def test_sinks(compilers, triton, target, case):
     hold(compilers.compile(compile_case, triton, target, case, False), TENSOR_CORES[target], {})
 
 
+# Of more than 256 dimensions, with the bytes that may spill; one query, like above, forward alone.
+WIDE = [
+    ("installed", 90, replace(USUAL, D=512, causal=True), {"forward_kernel": 148}),
+    ("installed", 90, replace(USUAL, D=576, Dv=512, Hkv=1), {}),
+    ("3.6.0", 90, replace(USUAL, D=512, bias="1hmn"), {"forward_kernel": 36, "backward_kernel": 12}),
+    ("installed", 90, replace(USUAL, D=320, Dv=512, mask="b1mn", dropout_p=0.1), {"forward_kernel": 244}),
+    ("installed", 90, replace(USUAL, D=320, bias="bhmn", deterministic=True, window=(512, 0)),
+     {"forward_kernel": 36, "backward_kernel": 204}),
+    ("installed", 90, replace(USUAL, D=512, causal=True, layout="sliced"),
+     {"forward_kernel": 248, "backward_kernel": 64}),
+    ("installed", 80, replace(USUAL, D=512, causal=True), {"forward_kernel": 4, "backward_kernel": 1348}),
+    ("installed", 100, replace(USUAL, D=512, Hkv=4, causal=True), {}),
+    ("3.6.0", 120, replace(USUAL, D=512, bias="1hmn"), {"backward_kernel": 1664}),
+    ("3.6.0", 90, replace(DECODE, D=576, Dv=512, Hkv=1), {}),
+    ("installed", 80, replace(DECODE, D=512, M=4, mask="b1mn"), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("triton", "target", "case", "allowed"),
+    [pytest.param(*run, id=f"sm_{run[1]}, {run[2]}, triton {run[0]}") for run in WIDE],
+)
+def test_wide_heads(compilers, triton, target, case, allowed):
+    kernels = compilers.compile(compile_case, triton, target, case, case.M == USUAL.M)
+    rows = case.M * case.H // case.kv_heads
+    hold(kernels, "mma.sync" if rows <= 16 else TENSOR_CORES[target], allowed)
+
+
 def is_run(triton, target):
     """Of what comes below, the other compilers and targets by `make ledger` alone: to start one takes seconds."""
     return (triton, target) == ("3.6.0", 90) or "TILEWISE_LEDGER" in os.environ

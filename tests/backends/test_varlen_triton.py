@@ -96,11 +96,11 @@ def clears_what_no_matrix_has() -> None:
     assert values.grad.isfinite().all()
 
 
-def clears_rows_that_no_sequence_has() -> None:
+def clears_rows_that_no_sequence_has(D: int = 16) -> None:
     """Before the first sequence, past the last one, and of one past the longest that was named: 0, and their gradients
     too."""
     cu, total = torch.tensor([3, 100, 220, 221]), 300
-    q, k, v = (torch.rand(total, 1, 16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.rand(total, 1, D, requires_grad=True) for _ in range(3))
     with poisoned_memory():
         o, lse = varlen_attention(q, k, v, cu, cu, 97, 97, backend="triton", return_lse=True)
         o.square().sum().backward()

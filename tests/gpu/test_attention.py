@@ -129,6 +129,16 @@ def test_mask_broadcasts(hold, case):
         (256, 256, HALF, {"mask": "b1mn", "deterministic": True, "bias": "1hmn"}),
         (13, 7, HALF, {"bias": "b11n"}),
         (32, 32, BRAIN, {"bias": "bhmn", "softcap": 2.0}),
+        (512, 512, BRAIN, {}),  # from here on in blocks of columns
+        (512, 512, BRAIN, {"causal": True, "dropout_p": 0.1}),
+        (512, 512, HALF, {"bias": "1hmn", "mask": "b1mn", "Hkv": 2}),
+        (512, 512, BRAIN, {"bias": "bhmn", "deterministic": True, "sink": "h"}),
+        (576, 512, BRAIN, {"Hkv": 1, "causal": True}),
+        (576, 512, BRAIN, {"mask": "1hmn", "planted": math.nan}),
+        (320, 320, HALF, {"window": (100, 20), "softcap": 2.0}),
+        (264, 64, BRAIN, {"bias": "b11n", "deterministic": True}),
+        (257, 300, HALF, {"bias": "1hm1", "causal": True}),
+        (64, 512, FLOAT, {"mask": "b11n", "planted": math.inf}),
     )
 )
 def test_head_dimensions(hold, case):

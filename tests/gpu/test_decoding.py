@@ -72,7 +72,8 @@ def test_terms(case):
     for D, Dv, dtype, terms in (
         (8, 8, BRAIN, {}), (40, 72, BRAIN, {"bias": "1hmn"}), (128, 128, BRAIN, {"causal": True}),
         (192, 128, HALF, {"bias": "bhmn"}), (256, 256, BRAIN, {"bias": "1h1n"}), (256, 256, FLOAT, {"mask": "b1mn"}),
-        (128, 64, FLOAT, {}), (13, 7, HALF, {"bias": "b11n"}),
+        (128, 64, FLOAT, {}), (13, 7, HALF, {"bias": "b11n"}), (512, 512, BRAIN, {"causal": True}),
+        (576, 512, HALF, {"bias": "1h1n"}), (264, 320, FLOAT, {"mask": "b1mn"}),
     )
 )  # fmt: skip
 def test_head_dimensions(case):

@@ -107,7 +107,7 @@ def gradients(o, lse, leaves, do, dlse):
 
 RUNS = [
     *(("triton", kind, 64) for kind in (None, ragged, relative, t5)),
-    *(("triton", ragged, dim) for dim in (16, 32, 128)),
+    *(("triton", ragged, dim) for dim in (16, 32, 128, 512)),
     *(("hopper", kind, 64) for kind in (None, keys, queries, relative)),
     *(("hopper", None, dim) for dim in (32, 128, 256)),
     *(("hopper", keys, dim) for dim in (32, 128, 256)),

@@ -191,11 +191,21 @@ def one_rank(tmp_path_factory):
 
 
 @pytest.mark.parametrize("D", [20, 100])  # whose scales are no powers of two
-def test_the_widest(D):
-    """Where head dimension and rank are 256 together there is no room for what u loses by division."""
+def test_the_widest_that_a_gpu_holds_whole(D):
+    """Where head dimension and rank are 256 together, what u loses by division alone would make them more."""
     q, k, v, *_, do = tensors(FLOAT, D)
     generator = torch.Generator().manual_seed(4)
     u, w = (torch.randn(1, 2, N, 256 - D, generator=generator) for _ in range(2))
+    follows_the_error_rule(by(None), (q, k, v, u, w, do), D**-0.5)
+
+
+@pytest.mark.parametrize(("D", "rank"), [(254, 3), (300, 2)])
+def test_more_than_256_columns(D, rank):
+    q, k, v, *_, do = tensors(FLOAT, D)
+    generator = torch.Generator().manual_seed(5)
+    u, w = (torch.randn(1, 2, N, rank, generator=generator) for _ in range(2))
+    wider, longer, _ = low_rank_bias(u, w).extended(q, k, D**-0.5)
+    assert wider.shape[3] == longer.shape[3] == D + 2 * rank + -(D + 2 * rank) % 4
     follows_the_error_rule(by(None), (q, k, v, u, w, do), D**-0.5)
 
 

@@ -131,25 +131,15 @@ BAD_TENSORS = {
         ValueError,
         "k, v: the 0 key/value heads must divide the 4 query heads",
     ),
-    "head dimension over 256": (
-        {"q": zeros(B, H, M, 257), "k": zeros(B, HKV, N, 257)},
-        ValueError,
-        "q, k: head dimension must be between 1 and 256, got 257",
-    ),
     "head dimension 0": (
         {"q": zeros(B, H, M, 0), "k": zeros(B, HKV, N, 0)},
         ValueError,
-        "q, k: head dimension must be between 1 and 256, got 0",
-    ),
-    "value dimension over 256": (
-        {"v": zeros(B, HKV, N, 257)},
-        ValueError,
-        "v: head dimension must be between 1 and 256, got 257",
+        "q, k: head dimension must be 1 or more, got 0",
     ),
     "value dimension 0": (
         {"v": zeros(B, HKV, N, 0)},
         ValueError,
-        "v: head dimension must be between 1 and 256, got 0",
+        "v: head dimension must be 1 or more, got 0",
     ),
 }
 

@@ -18,10 +18,10 @@ from tilewise.bias.terms import (
     check_sizes,
     name_of,
     pytree_node,
-    shape_of,
     summary,
 )
-from tilewise.spec.checks import MAX_HEAD_DIM
+
+FEW_COLUMNS = 256  # GPUs read a head of more columns in blocks, which is slower
 
 
 @pytree_node
@@ -68,16 +68,11 @@ class LowRankBias(Term):
         """Raise for a call that the columns cannot be added to.
 
         Raises:
-            ValueError: a softcap (``capped``), which must not apply to the bias; more than 256 columns.
+            ValueError: a softcap (``capped``), which must not apply to the bias.
             TypeError: another dtype than q's.
         """
-        D = q.shape[3]
         if capped:
             raise ValueError("LowRankBias: becomes part of q @ k.mT, and a bias does not pass through softcap=")
-        if D + self.rank > MAX_HEAD_DIM:
-            raise ValueError(
-                f"LowRankBias: head dimension and rank must be {MAX_HEAD_DIM} or less together, got {D} + {self.rank}"
-            )
         if self.u.dtype != q.dtype:
             raise TypeError(f"LowRankBias.u, w: dtype must be q's {q.dtype}, got {self.u.dtype}")
 
@@ -85,8 +80,9 @@ class LowRankBias(Term):
         """Return ``[q * a, u / rest]``, ``[k * b, w]`` and ``rest``, which scales their product.
 
         ``rest * product = scale * q @ k.mT + u @ w.mT`` with ``rest = scale / (a * b)``, 1 <= rest < 2 and powers of
-        two a and b: u / scale could overflow float16. If they fit, r more columns hold the rounding error of u / rest,
-        which would show where terms cancel. Columns are padded with zeros to rows of 16 bytes for TMA, if they fit.
+        two a and b: u / scale could overflow float16. r more columns hold the rounding error of u / rest, which would
+        show where terms cancel, unless they alone exceed `FEW_COLUMNS`. Columns are padded with zeros to rows of 16
+        bytes for TMA.
         """
         rest, exponent = math.frexp(scale)
         rest, exponent = 2 * rest, exponent - 1
@@ -94,12 +90,13 @@ class LowRankBias(Term):
         if rest != 1.0:
             quotient = u.double() / rest
             u = quotient.to(q.dtype)
-            if u.dtype != torch.float64 and q.shape[3] + 2 * self.rank <= MAX_HEAD_DIM:
+            width = q.shape[3] + self.rank
+            if u.dtype != torch.float64 and not width <= FEW_COLUMNS < width + self.rank:
                 # Detached: the first columns carry the gradient of u / rest. 0 where u is not finite.
                 lost = (quotient - u).detach().nan_to_num(0.0).to(u.dtype)
                 u, w = torch.cat([u, lost], -1), torch.cat([w, w.nan_to_num(0.0, 0.0, 0.0)], -1)
         width, step = q.shape[3] + u.shape[3], max(16 // q.element_size(), 1)
-        fill = min(-width % step, MAX_HEAD_DIM - width)
+        fill = -width % step
         u = functional.pad(u, (0, fill)).expand(*q.shape[:3], -1)
         w = functional.pad(w, (0, fill)).expand(*k.shape[:3], -1)
         q, k = _times_power(q, exponent // 2), _times_power(k, exponent - exponent // 2)
@@ -116,9 +113,8 @@ def low_rank_bias(u: Tensor, w: Tensor) -> LowRankBias:
         u: (B|1, H|1, M, r), in q's dtype.
         w: (B|1, Hkv|1, N, r), in q's dtype. With grouped heads w belongs to the key heads, as k does.
 
-    q and k are copied, and head dimension and r must be 256 or less together. If the scale is no power of two there are
-    2 r columns, for the rounding error of u / scale; if head dimension and 2 r exceed 256 there are r, and u is
-    rounded.
+    q and k are copied. If the scale is no power of two there are 2 r more columns, for the rounding error of u / scale;
+    if the second r alone make them exceed 256, which is slower on a GPU, there are r, and u is rounded.
 
     Raises:
         ValueError, TypeError: naming the argument, what was passed and what is allowed; with a softcap, raised by the
@@ -126,10 +122,7 @@ def low_rank_bias(u: Tensor, w: Tensor) -> LowRankBias:
 
     Source: FlashBias, arXiv 2505.12044.
     """
-    low_rank = LowRankBias(u, w)
-    if low_rank.rank >= MAX_HEAD_DIM:
-        raise ValueError(f"u, w: rank must be below {MAX_HEAD_DIM}, got shapes {shape_of(u)} and {shape_of(w)}")
-    return low_rank
+    return LowRankBias(u, w)
 
 
 def _times_power(x: Tensor, exponent: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise.frontend.varlen import packed_attention
-from tilewise.spec.checks import DTYPES, MAX_HEAD_DIM
+from tilewise.spec.checks import DTYPES, check_head_dim
 from tilewise.spec.seqlens import Lengths
 from tilewise.spec.tensors import PLAIN
 
@@ -114,8 +114,7 @@ def _check(name: str, x: Any, first: str, q: Any) -> None:
         raise ValueError(f"{name}: must be on {first}'s device {q.device}, got {x.device}")
     if x.shape[0] != q.shape[0]:
         raise ValueError(f"{name}: batch size must equal {first}'s {q.shape[0]}, got {x.shape[0]}")
-    if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"{name}: head dimension must be between 1 and {MAX_HEAD_DIM}, got {x.shape[3]}")
+    check_head_dim(name, x.shape[3])
 
 
 def _have_equal_lengths(a: Any, b: Any, name: str) -> bool:

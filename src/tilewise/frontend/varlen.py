@@ -28,7 +28,7 @@ from tilewise.frontend.call_cache import SETTINGS, cache_packed_call, cached_pac
 from tilewise.masks.block_sparse import TileMask, is_block_mask
 from tilewise.operator.autograd import attention_op, heads_first
 from tilewise.planner import check_backend
-from tilewise.spec.checks import DTYPES, MAX_HEAD_DIM, check_flag, check_lengths
+from tilewise.spec.checks import DTYPES, check_flag, check_head_dim, check_lengths
 from tilewise.spec.integers import LARGEST_SIZE, check_range
 from tilewise.spec.operands import Sizes
 from tilewise.spec.score import Band, Numbers, Score, ScoreNumbers, check_numbers
@@ -176,8 +176,7 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: dtype must be float16, bfloat16, float32 or float64, got {x.dtype}")
-        if not 1 <= x.shape[2] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: head dimension must be between 1 and {MAX_HEAD_DIM}, got {x.shape[2]}")
+        check_head_dim(name, x.shape[2])
 
 
 def _check_offsets(lengths: Lengths) -> None:

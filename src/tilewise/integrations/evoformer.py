@@ -119,7 +119,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
     """Compute ``softmax(Q @ K.mT / sqrt(D) + biases[0] + biases[1]) @ V`` like DeepSpeed's function of this name.
 
     Args:
-        Q: queries (B, N, L, H, D), heads after the length; float16, bfloat16, float32, or float64 (CPU). D is 1 to 256
+        Q: queries (B, N, L, H, D), heads after the length; float16, bfloat16, float32, or float64 (CPU). D is 1 or more
             and L any length. Any strides.
         K, V: keys and values (B, N, L, H, D) in Q's dtype.
         biases: a list or tuple of at most two, which is not changed: the mask bias, (B, N, 1, 1, L), and the pair bias,
@@ -174,7 +174,7 @@ def attention_pair_bias(
     structure, which is never repeated in memory.
 
     Args:
-        q: queries (B, samples, H, S, D) or (B, H, S, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256.
+        q: queries (B, samples, H, S, D) or (B, H, S, D); float16, bfloat16, float32, or float64 (CPU). D is 1 or more.
             Any strides: (..., S, H, D) data passes by ``transpose(-3, -2)``.
         k: keys, in q's dtype and dimensions except for their length.
         v: values, likewise, (..., S, Dv).
@@ -246,7 +246,7 @@ def window_pair_attention(
     ``b * q_block - (k_block - q_block) // 2`` on: with 32 and 128, from 48 before the block to 48 after it.
 
     Args:
-        q: queries (B, H, N, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256, and N any length.
+        q: queries (B, H, N, D); float16, bfloat16, float32, or float64 (CPU). D is 1 or more, and N any length.
         k: keys (B, H, N, D) in q's dtype.
         v: values (B, H, N, Dv) in q's dtype.
         pair_bias: (B|1, H|1, blocks, q_block, k_block), where blocks is N / q_block, rounded up: entry (b, i, j) is for

@@ -19,7 +19,7 @@ from tilewise.bias.terms import Term
 from tilewise.frontend.arguments import Bias
 from tilewise.frontend.autocast import autocast_on
 from tilewise.frontend.keywords import named_only, unexpected
-from tilewise.spec.checks import DTYPES, MAX_HEAD_DIM, check_flag
+from tilewise.spec.checks import DTYPES, check_flag, check_head_dim
 from tilewise.spec.integers import LARGEST_SIZE, check_range
 from tilewise.spec.score import is_positive_float
 from tilewise.spec.tensors import check_tensor, plain_int, plain_ints
@@ -45,9 +45,9 @@ def flash_attn_func(
     """Compute attention of (batch, length, heads, head_dim) tensors like flash-attn's function of this name.
 
     Args:
-        q: queries (B, M, H, D); float16, bfloat16, float32, or float64 (CPU). D is 1 to 256. Any strides.
+        q: queries (B, M, H, D); float16, bfloat16, float32, or float64 (CPU). D is 1 or more. Any strides.
         k: keys (B, N, Hkv, D) in q's dtype, where Hkv divides H (GQA, MQA).
-        v: values (B, N, Hkv, Dv) in q's dtype. Dv is 1 to 256 and may differ from D.
+        v: values (B, N, Hkv, Dv) in q's dtype. Dv is 1 or more and may differ from D.
         dropout_p: the share of the probabilities that are dropped, 0 to 1, by torch's generator on q's device, but with
             other numbers than flash-attn's; see `tilewise.attention`. Also with softcap.
         softmax_scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
@@ -418,8 +418,7 @@ def _check_tensors(tensors: _Tensors, layout: str) -> None:
             raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
         if x.dtype != q.dtype and not autocast_on(q):
             raise TypeError(f"{name}: dtype must equal q's {q.dtype}, got {x.dtype}")
-        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: head dimension must be between 1 and {MAX_HEAD_DIM}, got {x.shape[-1]}")
+        check_head_dim(name, x.shape[-1])
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"{names[1]}: head dimension must equal q's {q.shape[-1]}, got {k.shape[-1]}")
     if v.shape[-3:-1] != k.shape[-3:-1]:

@@ -324,7 +324,9 @@ def _gpu() -> Iterator[Case]:
             yield from (dense(head_dim, length, causal=True, sink=True) for head_dim in (128, 64))
             for head_dim in (128, 64):
                 yield from (dense(head_dim, length, causal, dropout=0.1) for causal in (False, True))
-        yield from (dense(256, length, causal) for causal in (False, True))
+        for head_dim in (256, 512):
+            yield from (dense(head_dim, length, causal) for causal in (False, True))
+    yield biased("1HMN", 512, 4096)
     for length in (4096, 8192, 16384):
         yield from (inkling(length, term) for term in (False, True))
     for length in (2048, 8192):
@@ -340,7 +342,7 @@ def _gpu() -> Iterator[Case]:
     yield decode(16, 32768, queries=16)
     yield from (decode(batch, keys) for batch, keys in ((64, 4096), (25, 16384), (4, 32768), (1, 32768)))
     yield decode(4, 32768, kv_heads=32)
-    yield from (decode(batch, 32768, head_dim=head_dim) for batch, head_dim in ((16, 64), (8, 256)))
+    yield from (decode(batch, 32768, head_dim=head_dim) for batch, head_dim in ((16, 64), (8, 256), (8, 512)))
 
 
 def _gpu_quick() -> Iterator[Case]:

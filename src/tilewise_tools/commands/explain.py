@@ -25,7 +25,7 @@ def command(
         str | None, typer.Option(help="Shape of k and v, if it differs from q's.", metavar="B,Hkv,N,D")
     ] = None,
     value_dim: Annotated[
-        str | None, typer.Option(help="Head dimension of v, 1 to 256, if it differs from k's.", metavar="DV")
+        str | None, typer.Option(help="Head dimension of v, if it differs from k's.", metavar="DV")
     ] = None,
     bias: Annotated[str | None, typer.Option(help="Shape of an additive bias.", metavar="B,H,M,N")] = None,
     bias_dtype: Annotated[str | None, typer.Option(help="Dtype of the bias. Default: q's.", metavar="DTYPE")] = None,
@@ -88,7 +88,7 @@ def command(
     """
     q_shape = parse_shape(shape, "--shape", 4)
     k_shape = q_shape if kv_shape is None else parse_shape(kv_shape, "--kv-shape", 4)
-    v_shape = k_shape if value_dim is None else (*k_shape[:3], whole(value_dim, "--value-dim", 1, 256))
+    v_shape = k_shape if value_dim is None else (*k_shape[:3], whole(value_dim, "--value-dim", 1))
     parse_shape(",".join(map(str, v_shape)), "--value-dim", 4)  # checks the number of elements
     bias_shape = None if bias is None else parse_shape(bias, "--bias")
     patterned = mask is not None and is_pattern(mask)

@@ -15,7 +15,7 @@ from tilewise.backends import float32_precision, has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.backends.short_sequences import fit_tiles
 from tilewise.backends.triton.one_tile.config import tiles as one_tile_tiles
-from tilewise.quantities import count
+from tilewise.quantities import count, number
 from tilewise.spec.operands import PART_WORDS
 from tilewise.spec.problem import Problem
 
@@ -49,13 +49,21 @@ def prefers(problem: Problem) -> str | None:
 def tiles(problem: Problem) -> str:
     if fit_tiles(problem):
         return one_tile_tiles(problem)
-    from tilewise.backends.triton.config import forward_config, splits
+    from tilewise.backends.triton.config import by_blocks, columns, forward_config, splits
 
     c = forward_config(problem, bias_tma=True, tma=True)
     rows = f"{c.block_m} queries"
     if c.pack_gqa and problem.group > 1:
         rows = f"{c.block_m} queries of the {problem.group} heads that share keys"
     words = f"{rows} x {c.block_n} keys, {count(c.num_warps, 'warp')}, {count(c.num_stages, 'pipeline stage')}"
+    d, dv = problem.head_dim, problem.value_dim
+    if by_blocks(problem):  # S, and in the backward dP, are computed once for each tile of columns
+        forward, backward = columns(problem, True).tiles, columns(problem, True, forward=False).tiles
+        once, again = (forward * d + dv) / (d + dv), (backward * (d + dv) + 2 * d + dv) / (3 * d + 2 * dv)
+        words += (
+            f"; a program has a part of the columns and computes the scores anew, {number(once)} times the FLOPs, "
+            f"{number(again)} times in the backward"
+        )
     parts = splits(problem, c)
     return words if parts == 1 else f"{words}; the keys in {parts} splits, merged by their LSE"
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from tilewise.backends.kernels.dropout import kept, stream
 from tilewise.backends.kernels.rounding import with_low_bits
 from tilewise.backends.kernels.score import query_tiles, score_tile_gradient, unrounding
+from tilewise.backends.triton.blocks import add_product, dot_rows, load_block, read_rows, store_sums, zero_sums
 from tilewise.backends.triton.relative import (
     far_count,
     far_place,
@@ -26,6 +27,7 @@ from tilewise.backends.triton.score import score_products, visible_tile
 from tilewise.backends.triton.tensors import (
     QueryRows,
     Reads,
+    column_tile,
     dot,
     dq_accum_at,
     flat_place,
@@ -67,19 +69,25 @@ def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile,
     m = m0 + tl.arange(0, c.BLOCK_M)
     inside = m < sizes.queries
     head = head_at(b, h, sizes, c)
-    o_tile = load_rows(o, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
-    do_tile = load_rows(do, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c).to(tl.float32)
-    if o_low is not None:
-        low = load_rows(o_low, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c)
-        o_tile = with_low_bits(o_tile, low)
-    natural = tl.load(lse + row_at(head, m, lse_length(sizes, c)), mask=inside, other=-float("inf"))
-    left_out = tl.abs(natural) > COARSE  # False for NaN, which must reach the gradients
-    if mended is not None:
-        factor = tl.where(left_out, 1.0, unrounding(natural * LOG2E))
-        do_tile = (do_tile * factor[:, None]).to(do.pointer.dtype.element_ty)
-        store_rows(mended, do_tile, b, h, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
-        do_tile = do_tile.to(tl.float32)
-    row = tl.sum(o_tile * do_tile, 1)
+    for i in tl.static_range(c.DV_BLOCKS):
+        o_tile = load_rows(o, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c, i).to(tl.float32)
+        do_tile = load_rows(do, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c, i).to(tl.float32)
+        if o_low is not None:
+            low = load_rows(o_low, b, h, m0, c.BLOCK_M, sizes.queries, "value", False, True, sizes, c, i)
+            o_tile = with_low_bits(o_tile, low)
+        if i == 0:
+            natural = tl.load(lse + row_at(head, m, lse_length(sizes, c)), mask=inside, other=-float("inf"))
+            left_out = tl.abs(natural) > COARSE  # False for NaN, which must reach the gradients
+        if mended is not None:
+            if i == 0:
+                factor = tl.where(left_out, 1.0, unrounding(natural * LOG2E))
+            do_tile = (do_tile * factor[:, None]).to(do.pointer.dtype.element_ty)
+            store_rows(mended, do_tile, b, h, m, sizes.queries, sizes.value_dim, c.BLOCK_DV, i)
+            do_tile = do_tile.to(tl.float32)
+        if i == 0:
+            row = tl.sum(o_tile * do_tile, 1)
+        else:
+            row += tl.sum(o_tile * do_tile, 1)
     if dlse is not None:
         at = dlse.pointer + tl.cast(b, tl.int64) * dlse.stride0 + tl.cast(h, tl.int64) * dlse.stride1
         more = tl.load(at + m.to(tl.int64) * dlse.stride2, mask=inside, other=0.0)
@@ -90,8 +98,9 @@ def row_statistics(o, o_low, do, lse, dlse, delta, lse2, dq_accum, mended, tile,
     tl.store(delta + at_row, tl.where(left_out, 0.0, row))  # 0 · NaN = NaN, if the cotangent is not finite
     tl.store(lse2 + at_row, tl.where(left_out, float("inf"), (natural * LOG2E).to(tl.float32)))
     if c.WANT_Q:
-        at, within = dq_accum_at(dq_accum, head, m, sizes, c)
-        tl.store(at, tl.zeros([c.BLOCK_D, c.BLOCK_M], tl.float32), mask=within)
+        for i in tl.static_range(c.D_BLOCKS):
+            at, within = dq_accum_at(dq_accum, head, m, sizes, c, i)
+            tl.store(at, tl.zeros([c.BLOCK_D, c.BLOCK_M], tl.float32), mask=within)
 
 
 @triton.jit
@@ -109,11 +118,23 @@ def mark_finite(k, v, finite, tile, hk, b, batch, keys, sizes, c):
     n0 = tile * c.BLOCK_N
     n = n0 + tl.arange(0, c.BLOCK_N)
     at = finite + (tl.cast(b, tl.int64) * kv_heads + hk) * keys + n
-    k_tile = load_rows(k, b, hk, n0, c.BLOCK_N, keys, "head", False, True, sizes, c)
-    tl.store(at, tl.min((tl.abs(k_tile) < float("inf")).to(tl.int8), 1), mask=n < keys)
+    for i in tl.static_range(c.D_BLOCKS):
+        k_tile = load_rows(k, b, hk, n0, c.BLOCK_N, keys, "head", False, True, sizes, c, i)
+        good = tl.min((tl.abs(k_tile) < float("inf")).to(tl.int8), 1)
+        if i == 0:  # noqa: SIM108  (a compile-time condition)
+            every = good
+        else:
+            every = tl.minimum(every, good)
+    tl.store(at, every, mask=n < keys)
     at += tl.cast(batch, tl.int64) * kv_heads * keys
-    v_tile = load_rows(v, b, hk, n0, c.BLOCK_N, keys, "value", False, True, sizes, c)
-    tl.store(at, tl.min((tl.abs(v_tile) < float("inf")).to(tl.int8), 1), mask=n < keys)
+    for i in tl.static_range(c.DV_BLOCKS):
+        v_tile = load_rows(v, b, hk, n0, c.BLOCK_N, keys, "value", False, True, sizes, c, i)
+        good = tl.min((tl.abs(v_tile) < float("inf")).to(tl.int8), 1)
+        if i == 0:  # noqa: SIM108  (a compile-time condition)
+            every = good
+        else:
+            every = tl.minimum(every, good)
+    tl.store(at, every, mask=n < keys)
 
 
 class OwnKeys(NamedTuple):
@@ -144,9 +165,9 @@ def _load_keys(x, x_rows, finite, b, hk, n0, DIM: tl.constexpr, sizes, c):
         row = (which * sizes.batch + first) * kv_heads + hk
         good = tl.load(finite + row * keys + n, mask=n < sizes.keys, other=0)
         end = tl.where(good != 0, sizes.keys, 0)  # row_end = 0 masks a row that is not finite
-        tile = load_rows(x_rows, b, hk, n0, c.BLOCK_N, end, DIM, False, True, sizes, c)
+        tile = read_rows(x_rows, b, hk, n0, c.BLOCK_N, end, DIM, False, True, sizes, c)
     else:
-        tile = load_rows(x, b, hk, n0, c.BLOCK_N, sizes.keys, DIM, c.TMA, True, sizes, c)
+        tile = read_rows(x, b, hk, n0, c.BLOCK_N, sizes.keys, DIM, c.TMA, True, sizes, c)
     return tile
 
 
@@ -164,26 +185,27 @@ def load_stats(x, b, h, m0, sizes, c):
 @triton.jit
 def tile_gradients(
     k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, mixed,
-    MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c,
+    MASKED: tl.constexpr, PARTIAL: tl.constexpr, NEAR: tl.constexpr, c, CLEAN: tl.constexpr = False,
 ):  # fmt: skip
     """Return Pᵀ of one tile, and dSᵀ with respect to scale·Q Kᵀ and to the biased score.
 
     Dropped elements of Pᵀ are 0; dV is multiplied by dropout's weight at the end. words: the `Stream` of dropout, or
     None. MASKED: the mask may hide pairs; a tile mask's bits, whose loads are not pipelined, are read only if
-    ``mixed``. PARTIAL: the tile reaches past the window, the keys or the queries. NEAR: see `score_products`.
+    ``mixed``. PARTIAL: the tile reaches past the window, the keys or the queries. NEAR: see `score_products`. CLEAN:
+    see `blocks.dot_rows`, of keys and values.
     """
     BITS: tl.constexpr = MASKED and c.MASK_HOW.LAYOUT == "bits"
     SHOWN: tl.constexpr = MASKED and not BITS
     at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]
-    s, slope, _added = score_products(k_tile, q_tile.T, x, at, n0, cols, PARTIAL, NEAR, terms, sizes, c)
+    s, slope, _added = score_products(k_tile, q_tile, x, at, n0, cols, PARTIAL, NEAR, terms, sizes, c, CLEAN)
     p = tl.exp2(s * terms.exponent - lse2[None, :])
     if SHOWN or PARTIAL:
         p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, SHOWN, PARTIAL, PARTIAL, c), p, 0.0)
     if BITS:  # noqa: SIM102  (BITS is a compile-time condition, mixed a run-time one)
         if mixed:
             p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, True, False, False, c), p, 0.0)
-    dp = dot(v_tile, do_tile.T, None, c)
+    dp = dot_rows(v_tile, do_tile, None, "value", CLEAN, sizes, c)
     if words is not None:
         keep = kept(words, m0, at.rows, n0, cols, terms)
         dp = tl.where(keep, dp * terms.weight - delta[None, :], -delta[None, :])  # dP - D in one multiply-add
@@ -195,13 +217,13 @@ def tile_gradients(
 
 
 @triton.jit
-def _add_queries(dq_accum, value, b, h, m0, sizes, c):
-    """Add a float32 tile of dQᵀ atomically."""
+def _add_queries(dq_accum, value, b, h, m0, sizes, c, block=0):
+    """Add a float32 tile of dQᵀ atomically. block: of dimensions."""
     head = head_at(b, h, sizes, c)
     if c.DQ_TMA:
-        dq_accum.atomic_add([head.to(tl.int32), 0, m0], value.reshape([1, c.BLOCK_D, c.BLOCK_M]))
+        dq_accum.atomic_add([head.to(tl.int32), block * c.BLOCK_D, m0], value.reshape([1, c.BLOCK_D, c.BLOCK_M]))
     else:
-        at, within = dq_accum_at(dq_accum, head, m0 + tl.arange(0, c.BLOCK_M), sizes, c)
+        at, within = dq_accum_at(dq_accum, head, m0 + tl.arange(0, c.BLOCK_M), sizes, c, block)
         tl.atomic_add(at, value, mask=within, sem="relaxed")
 
 
@@ -244,29 +266,44 @@ def _attend_backward(dk, dv, dcol, k_tile, v_tile, x, words, dq_accum, dbias, te
     m0 = tl.cast(tile, tl.int32) * c.BLOCK_M
     if c.FETCH:
         prefetch_bias(x.bias, c.BIAS_HOW, x.start, b, h, m0 + c.BLOCK_M, n0, sizes, c)
-    q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
-    do_tile = load_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, PARTIAL, sizes, c)
+    q_tile = read_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, PARTIAL, sizes, c)
+    do_tile = read_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, PARTIAL, sizes, c)
     lse2 = load_stats(x.lse2, b, h, m0, sizes, c)
     delta = load_stats(x.delta, b, h, m0, sizes, c)
     p, ds, db = tile_gradients(
         k_tile, v_tile, q_tile, do_tile, lse2, delta, x, words, terms, sizes, b, h, m0, n0, mixed, MASKED, PARTIAL,
         NEAR, c,
     )  # fmt: skip
+    DTYPE: tl.constexpr = x.do.dtype if c.TMA else x.do.pointer.dtype.element_ty
     if c.WANT_V:
-        dv = dot(p.to(do_tile.dtype), do_tile, dv, c)
-    ds = ds.to(q_tile.dtype)
+        dv = add_product(dv, p.to(DTYPE), do_tile, x.column, "value", False, sizes, c)
+    ds = ds.to(DTYPE)
     if c.WANT_K:
-        dk = dot(ds, q_tile, dk, c)
-    if c.WANT_Q:
+        dk = add_product(dk, ds, q_tile, x.column, "head", False, sizes, c)
+    if c.WANT_Q and c.BY_BLOCKS:
+        for i in tl.static_range(c.D_TILE):
+            block = x.column * c.D_TILE + i
+            k_block = load_block(k_tile, block, "head", sizes, c)
+            _add_queries(dq_accum, dot(k_block.T, ds, None, c), b, h, m0, sizes, c, block)
+    elif c.WANT_Q:
         _add_queries(dq_accum, dot(k_tile.T, ds, None, c), b, h, m0, sizes, c)
     if c.DBIAS == "cols":
         dcol += tl.sum(db, 1)
-    elif c.DBIAS != "none":
+    if c.COLUMN_TILES == 1:  # noqa: SIM114  (a compile-time condition, the other a run-time one)
+        _give_scores(dbias, x, db, b, h, m0, n0, PARTIAL, NEAR, terms, sizes, c)
+    elif x.column == 0:
+        _give_scores(dbias, x, db, b, h, m0, n0, PARTIAL, NEAR, terms, sizes, c)
+    return dk, dv, dcol
+
+
+@triton.jit
+def _give_scores(dbias, x, db, b, h, m0, n0, PARTIAL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c):
+    """Add one transposed tile's gradient of the biased scores to dBias and to the components' gradients."""
+    if c.DBIAS != "cols" and c.DBIAS != "none":
         _give_bias(dbias, c.BIAS_HOW, x.start, db, b, h, m0, n0, sizes, c)
     if c.DPARTS:
         at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
         give_parts(x, db, at, n0, tl.arange(0, c.BLOCK_N)[:, None], PARTIAL, NEAR, terms, sizes, c)
-    return dk, dv, dcol
 
 
 @triton.jit
@@ -274,8 +311,9 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
                     sizes, c):  # fmt: skip
     """Compute dK and dV of one tile of keys, and its share of dQ, dBias and components' gradients.
 
-    Loops over the query heads of the group. parts: a `PartTensors`, or None. lengths: of a packed batch, `Lengths` of
-    pointers, or None. own: `OwnKeys`.
+    Loops over the query heads of the group. Of more than 256 columns a program computes one tile, and the program of
+    the first one also dBias and components' gradients. parts: a `PartTensors`, or None. lengths: of a packed batch,
+    `Lengths` of pointers, or None. own: `OwnKeys`.
     """
     FULL: tl.constexpr = c.LISTS and not c.WANT_Q  # with the dQ product a third loop spills
     # Without a window only the ends cut tiles: partial and cut tiles then share one loop.
@@ -284,12 +322,12 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
     CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N or LARGE
     # ptxas: loop-invariant values hoisted out of the loop spill 200 to 670 bytes on sm_90; with disable_licm at most
     # 32, in a tenth fewer instructions. At 64 dimensions registers suffice and disable_licm takes more instructions.
-    IN_STEPS: tl.constexpr = c.TMA and c.BLOCK_D > 64
+    IN_STEPS: tl.constexpr = c.TMA and (c.BLOCK_D > 64 or c.BY_BLOCKS)
     tiles = tl.cdiv(sizes.keys, c.BLOCK_N)
     own_k, own_v, finite, dk, dv, start = own.k, own.v, own.finite, own.dk, own.dv, 0
     if c.PACKED:
         tiles = sizes.total_keys // c.BLOCK_N + sizes.batch
-        tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, 1, c.ORDER)
+        tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, 1, c.ORDER, c.COLUMN_TILES)
         b, tile, start, sizes = key_tile(lengths, tile, sizes, c)
         q, do = rows_from(q, start.query), rows_from(do, start.query)
         lse2, delta = lse2 + start.padded, delta + start.padded
@@ -305,10 +343,11 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
         if c.WANT_V:
             dv = rows_from(dv, start.key)
     else:
-        tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, sizes.batch, c.ORDER)
+        tile, hk, b = program_tile(tiles, sizes.heads // sizes.group, sizes.batch, c.ORDER, c.COLUMN_TILES)
+    column = column_tile(c)
     n0 = tile * c.BLOCK_N
     query_origin, key_origin = origins(parts, terms, b, c)
-    x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin, start)
+    x = Reads(q, k, v, do, lse2, delta, bias, mask, parts, query_origin, key_origin, start, column)
     k_tile = _load_keys(k, own_k, finite, b, hk, n0, "head", sizes, c)
     v_tile = _load_keys(v, own_v, finite, b, hk, n0, "value", sizes, c)
     count = tl.minimum(c.BLOCK_N, sizes.keys - n0)
@@ -322,8 +361,8 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
     if c.FAR:
         near_begin, near_end = near_tiles(x, n0, count, full_begin, full_end, True, terms, sizes, c)
 
-    dk_sum = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
-    dv_sum = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
+    dk_sum = zero_sums(c.BLOCK_N, "head", c)
+    dv_sum = zero_sums(c.BLOCK_N, "value", c)
     for g in range(0, sizes.group):
         h = hk * sizes.group + g
         words = None
@@ -374,17 +413,22 @@ def backward_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, le
             base, _stride2, stride3 = operand_place(dbias, c.BIAS_HOW, start, b, h, sizes)
             if c.BIAS_HOW.COLS:
                 n = n0 + tl.arange(0, c.BLOCK_N)
-                tl.atomic_add(base + n.to(tl.int64) * stride3, dcol, mask=n < sizes.keys, sem="relaxed")
+                inside = n < sizes.keys
+                if c.COLUMN_TILES > 1:
+                    inside &= column == 0
+                tl.atomic_add(base + n.to(tl.int64) * stride3, dcol, mask=inside, sem="relaxed")
+            elif c.COLUMN_TILES > 1:
+                tl.atomic_add(base, tl.sum(dcol, 0), mask=column == 0, sem="relaxed")
             else:
                 tl.atomic_add(base, tl.sum(dcol, 0), sem="relaxed")
 
     n = n0 + tl.arange(0, c.BLOCK_N)
     if c.WANT_K:
-        store_rows(dk, dk_sum * terms.scale, b, hk, n, sizes.keys, sizes.head_dim, c.BLOCK_D)
-    if c.WANT_V:
-        if seed is not None:
-            dv_sum *= terms.weight
-        store_rows(dv, dv_sum, b, hk, n, sizes.keys, sizes.value_dim, c.BLOCK_DV)
+        store_sums(dk, dk_sum, terms.scale, b, hk, n, sizes.keys, column, "head", sizes, c)
+    if c.WANT_V and seed is not None:
+        store_sums(dv, dv_sum, terms.weight, b, hk, n, sizes.keys, column, "value", sizes, c)
+    elif c.WANT_V:
+        store_sums(dv, dv_sum, None, b, hk, n, sizes.keys, column, "value", sizes, c)
 
 
 @triton.jit
@@ -395,6 +439,7 @@ def postprocess_kernel(dq_accum, dq, lengths, terms, sizes, c):
         b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
         dq_accum, dq = dq_accum + start.padded, rows_from(dq, start.query)
     m = tile * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-    at, within = dq_accum_at(dq_accum, head_at(b, h, sizes, c), m, sizes, c)
-    value = tl.load(at, mask=within, other=0.0)
-    store_rows(dq, tl.trans(value) * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
+    for i in tl.static_range(c.D_BLOCKS):
+        at, within = dq_accum_at(dq_accum, head_at(b, h, sizes, c), m, sizes, c, i)
+        value = tl.load(at, mask=within, other=0.0)
+        store_rows(dq, tl.trans(value) * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D, i)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from tilewise.backends import float32_precision
 from tilewise.spec.problem import Problem
@@ -30,6 +31,7 @@ class TritonConfig:
     num_stages: int  # of the load pipeline
     dq_tma: bool = False  # add dQ by TMA, from shared memory; else by pointers, from registers
     pack_gqa: bool = False  # a tile's rows are all query heads of one key/value head, query after query
+    queries_stay: bool = False  # the forward loads all blocks of its queries once, else again for each tile of keys
     maxnreg: int | None = None  # registers per thread at most; None: ptxas decides
 
     @property
@@ -58,13 +60,52 @@ def padded(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
-def widths(problem: Problem, tma: bool, forward: bool = True) -> tuple[int, int]:
-    """Return the columns of the tiles of q and k, and of v and o: the `padded` head and value dimension.
+MOST_COLUMNS = 256  # of a tile of rows; past them rows are read in blocks, see `blocks`
 
-    In a Hopper forward with rows by pointers at least one 128-byte swizzle, see `second_walk_stages`.
+
+class Columns(NamedTuple):
+    """Columns of q and k, and of v and o: of one block, numbers of blocks and of those that a program computes.
+
+    A tile of rows has ``tiles`` programs.
     """
-    least = 128 // problem.dtype.itemsize if forward and _hopper(problem) and not tma else 16
-    return max(padded(problem.head_dim), least), max(padded(problem.value_dim), least)
+
+    block_d: int
+    block_dv: int
+    d_blocks: int = 1
+    dv_blocks: int = 1
+    d_tile: int = 1
+    dv_tile: int = 1
+    tiles: int = 1
+
+
+def columns(problem: Problem, tma: bool, forward: bool = True) -> Columns:
+    """Return the columns of the tiles: up to 256 one block of the `padded` head and value dimension.
+
+    In a Hopper forward with rows by pointers at least one 128-byte swizzle, see `second_walk_stages`. Blocks have at
+    least that in any case, and 64 or 128 columns, whichever needs less padding. Per program the forward computes one
+    block of up to 256 columns of O, the backward up to 256 columns each of dQ, dK and dV; on Hopper by TMA and
+    without a bias up to 320, so that heads of 576 take two programs for each tile of rows, not three.
+    """
+    d, dv = problem.head_dim, problem.value_dim
+    if not by_blocks(problem):
+        least = 128 // problem.dtype.itemsize if forward and _hopper(problem) and not tma else 16
+        return Columns(max(padded(d), least), max(padded(dv), least))
+    block_d, block_dv = (64 if 0 < dim % 128 <= 64 else 128 for dim in (d, dv))
+    d_blocks = -(-d // block_d)
+    if forward:
+        block_dv = min(max(padded(dv), 64), MOST_COLUMNS)
+        tiles = -(-dv // block_dv)
+        return Columns(block_d, block_dv, d_blocks, tiles, tiles=tiles)
+    dv_blocks = -(-dv // block_dv)
+    added = problem.bias_itemsize or by_distance(problem)
+    most = 320 if tma and _hopper(problem) and problem.dtype.itemsize == 2 and not added else MOST_COLUMNS
+    tiles = max(-(-d_blocks * block_d // most), -(-dv_blocks * block_dv // most))
+    return Columns(block_d, block_dv, d_blocks, dv_blocks, -(-d_blocks // tiles), -(-dv_blocks // tiles), tiles)
+
+
+def by_blocks(problem: Problem) -> bool:
+    """True if the kernels read rows in blocks of columns."""
+    return max(problem.head_dim, problem.value_dim) > MOST_COLUMNS
 
 
 def second_walk_stages(problem: Problem, tma: bool) -> int:
@@ -72,11 +113,11 @@ def second_walk_stages(problem: Problem, tma: bool) -> int:
 
     ptxas 12.8: it confuses wgmma descriptors with equal address and different swizzles (tests/descriptor_lint.py), as
     k and v would have if they reused one shared-memory buffer. Pipelined tiles have buffers of their own, hence two
-    stages if the swizzles differ. Rows by pointers may not be pipelined: `widths` makes their tiles large enough for
+    stages if the swizzles differ. Rows by pointers may not be pipelined: `columns` makes their tiles large enough for
     equal swizzles in either order of rows and columns (except tiles of 32 keys with a bias by pointers, for which the
     lint finds no error).
     """
-    swizzles = {min(128, width * problem.dtype.itemsize) for width in widths(problem, tma)}
+    swizzles = {min(128, width * problem.dtype.itemsize) for width in columns(problem, tma)[:2]}
     return 2 if _hopper(problem) and tma and len(swizzles) > 1 else 1
 
 
@@ -96,6 +137,8 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> TritonConfig:
     """Return the forward's config. bias_tma, tma: bias, and q, k and v, are read by TMA."""
     if problem.few_queries:
         return _few_queries_config(problem)
+    if by_blocks(problem):
+        return _forward_by_blocks(problem, tma)
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
         return TritonConfig(64, 32, 4, 2) if d <= 64 else TritonConfig(16 if by_distance(problem) else 32, 16, 4, 1)
@@ -110,7 +153,7 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> TritonConfig:
             return TritonConfig(128, 32, 8, 3)
         return TritonConfig(64, 64, 4, 3 if d <= 64 else 2)
     if d <= 64:
-        if _hopper(problem) and not tma:  # tiles widened by `widths`
+        if _hopper(problem) and not tma:  # tiles widened by `columns`
             # A bias is loaded element by element without prefetch: three programs hide each other's latency.
             return TritonConfig(64, 64, 4, 2, maxnreg=168) if bias_tile == 2 else TritonConfig(64, 64, 8, 3)
         if bias_tile:
@@ -133,13 +176,35 @@ def forward_config(problem: Problem, bias_tma: bool, tma: bool) -> TritonConfig:
     return TritonConfig(128, block_n, 8, 2)
 
 
+def _forward_by_blocks(problem: Problem, tma: bool) -> TritonConfig:
+    """Return a config for rows that are read in blocks: the most rows, whose 256 columns of O fit the registers.
+
+    A step over 128 x 64 scores reads 192 KiB of q and k at D = 512, six times what the L2 delivers while the tensor
+    cores compute it, so the queries stay in shared memory where two stages of keys and values fit beside them.
+    """
+    if problem.dtype.itemsize == 4:
+        return TritonConfig(16 if by_distance(problem) else 32, 16, 8, 1)
+    if shared_memory(problem) < 200 * 1024:
+        return TritonConfig(64, 32, 8, 2)
+    if not tma or not _hopper(problem):
+        return TritonConfig(64, 64, 8, 3)
+    c = columns(problem, tma)
+    pair = problem.bias_itemsize + (0 if problem.mask is None else problem.mask.matrix_itemsize)
+    for block_n in (64, 32):
+        stage = block_n * (2 * (c.d_blocks * c.block_d + c.block_dv) + 128 * pair)
+        if 2 * 128 * c.d_blocks * c.block_d + 2 * stage + 1024 <= shared_memory(problem):
+            return TritonConfig(128, block_n, 8, 2, queries_stay=True)
+    return TritonConfig(128, 64, 8, 3)
+
+
 def _few_queries_config(problem: Problem) -> TritonConfig:
     """Return a config with tiles no taller than the queries and loads that saturate the bandwidth.
 
     On Hopper one program per multiprocessor with four stages of 32 KiB achieves this. With more than 16 rows a program
     would wait for mma.sync, so they use wgmma with 64 rows, which reads all stages from shared memory.
     """
-    d, size = max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype.itemsize
+    d = min(max(padded(problem.head_dim), padded(problem.value_dim)), MOST_COLUMNS)
+    size = problem.dtype.itemsize
     capacity = shared_memory(problem)
     large = capacity > 200 * 1024
     block_m = min(padded(problem.queries * problem.group), 64)
@@ -201,6 +266,8 @@ def backward_config(problem: Problem, tma: bool) -> TritonConfig:
     tiles it spills hundreds of bytes, and it has passed wgmma an overwritten descriptor. Such combinations have smaller
     tiles; tests/aot/test_triton_aot.py limits the spills.
     """
+    if by_blocks(problem):
+        return _backward_by_blocks(problem, tma)
     d = max(padded(problem.head_dim), padded(problem.value_dim))
     if problem.dtype.itemsize == 4:
         return TritonConfig(32, 32, 4, 1) if d <= 64 else TritonConfig(16, 16, 4, 1)
@@ -235,6 +302,17 @@ def backward_config(problem: Problem, tma: bool) -> TritonConfig:
     # Sums of several heads exceed Blackwell's tensor memory: use tiles that are too small for tensor memory.
     small = bias_tile == 4 or (_blackwell(problem) and problem.group > 1)
     return TritonConfig(16, 32, 4, 2, dq_tma=True) if small else TritonConfig(32, 64, 8, 2, dq_tma=True)
+
+
+def _backward_by_blocks(problem: Problem, tma: bool) -> TritonConfig:
+    """Return a config for rows that are read in blocks, with sums of 256 columns each of dK and dV."""
+    if problem.dtype.itemsize == 4:
+        return TritonConfig(16, 16, 8, 1)
+    if shared_memory(problem) < 200 * 1024:
+        return TritonConfig(16, 32, 8, 2)
+    if _blackwell(problem) and problem.group > 1:  # as in `backward_config`
+        return TritonConfig(16, 32, 8, 2, dq_tma=tma)
+    return TritonConfig(64, 64, 8, 3, dq_tma=True) if tma else TritonConfig(64, 32, 8, 2)
 
 
 def every_pair_alike(problem: Problem) -> bool:

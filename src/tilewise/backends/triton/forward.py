@@ -13,15 +13,15 @@ from tilewise.backends.kernels.dropout import kept, stream
 from tilewise.backends.kernels.rounding import low_bits
 from tilewise.backends.kernels.score import key_tiles, product, split_tiles, with_sink
 from tilewise.backends.triton import config
+from tilewise.backends.triton.blocks import load_block, read_group_rows, read_queries, read_rows
 from tilewise.backends.triton.relative import far_count, far_place, limits_of, near_tiles, origins
 from tilewise.backends.triton.score import score_products, visible_tile
 from tilewise.backends.triton.tensors import (
     QueryRows,
     Reads,
+    column_tile,
     dot,
     head_at,
-    load_group_rows,
-    load_rows,
     load_sink,
     lse_length,
     prefetch_bias,
@@ -62,8 +62,8 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
         visible = visible_tile(x, at, n0, cols, terms, sizes, MASKED, PARTIAL, TAIL, c)
 
     # S = Q Kᵀ
-    k_tile = load_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
-    s, _slope, added = score_products(q_tile, k_tile.T, x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
+    k_tile = read_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
+    s, _slope, added = score_products(q_tile, k_tile, x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
 
     # masks act after the product
     if HIDES:
@@ -94,10 +94,13 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
         # LLVM: it moves the select of a constant 0 behind the rounding of p, one more instruction per element; so zero
         # is not a constant. Round here: else the kept flags stay in registers while the program waits for V.
         zero = terms.weight * 0.0
-        p = tl.where(kept(words, at.m0, at.rows, n0, cols, terms), p, zero).to(q_tile.dtype)
+        DTYPE: tl.constexpr = x.v.dtype if c.TMA else x.v.pointer.dtype.element_ty
+        p = tl.where(kept(words, at.m0, at.rows, n0, cols, terms), p, zero).to(DTYPE)
 
     # O += P V
-    v_tile = load_rows(x.v, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
+    v_tile = read_rows(x.v, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
+    if c.BY_BLOCKS:
+        v_tile = load_block(v_tile, x.column, "value", sizes, c)
     if CAREFUL:
         finite = tl.abs(v_tile) < float("inf")
         # a visible value that is not finite overflows the accumulator to infinity, a hidden one adds 0
@@ -120,9 +123,19 @@ def _start(c):
 
 
 @triton.jit
+def _has_lse(m, column, sizes, c):
+    """Return whether the program stores the LSE of queries ``m``: that of the first tile of columns does."""
+    inside = m < sizes.queries
+    if c.COLUMN_TILES > 1:
+        inside &= column == 0
+    return inside
+
+
+@triton.jit
 def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_low, lse, terms, sizes, c):
     """Compute O and the LSE of one tile of queries over its visible key tiles, or a split of them.
 
+    Of more than 256 columns of O a program computes one tile, and the program of the first one stores the LSE.
     Split s of batch element b is stored as batch element s·B + b of o and lse. sink: a `Strided`; None without a sink,
     or if `merge_kernel` adds it. seed: pointer to two numbers, or None. parts: bias components, `Parts` of `Strided`s
     and pointers, or None. lengths: of a packed batch, `Lengths` of pointers, or None. o_low: buffer for the rounding
@@ -131,15 +144,15 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
     # Without a window only the ends cut tiles: partial and cut tiles then share one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
     CUT: tl.constexpr = APART or c.RAGGED_N
-    tiles, heads = tl.cdiv(sizes.queries, c.BLOCK_M), sizes.heads
+    tiles, heads, column = tl.cdiv(sizes.queries, c.BLOCK_M), sizes.heads, column_tile(c)
     if c.PACK_GQA:
         tiles, heads = tl.cdiv(sizes.queries * sizes.group, c.BLOCK_M), sizes.heads // sizes.group
     start = 0
     if c.SPLIT:
-        tile, h, b = program_tile(tiles * sizes.splits, heads, sizes.batch, c.ORDER)
+        tile, h, b = program_tile(tiles * sizes.splits, heads, sizes.batch, c.ORDER, c.COLUMN_TILES)
         split, tile = tile % sizes.splits, tile // sizes.splits
     elif c.PACKED:
-        place, h, b = program_tile(sizes.total_queries // c.BLOCK_M + sizes.batch, heads, 1, c.ORDER)
+        place, h, b = program_tile(sizes.total_queries // c.BLOCK_M + sizes.batch, heads, 1, c.ORDER, c.COLUMN_TILES)
         whole = o, lse, sizes
         b, tile, start, sizes = query_tile(lengths, place, sizes, c)
         given_tile = tile
@@ -151,7 +164,7 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
         if sink is not None:
             sink = rows_from(sink, start.query)
     else:
-        tile, h, b = program_tile(tiles, heads, sizes.batch, c.ORDER)
+        tile, h, b = program_tile(tiles, heads, sizes.batch, c.ORDER, c.COLUMN_TILES)
     if terms.HAS_HI:
         tile = tiles - 1 - tile  # the last queries see most keys: longest first (LPT)
     m0 = tile * c.BLOCK_M
@@ -161,19 +174,19 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
         r = m0 + tl.arange(0, c.BLOCK_M)
         m, head = r // sizes.group, h * sizes.group + r % sizes.group
         at = QueryRows(b, h, head[:, None], h * sizes.group, m0 * 0, m[:, None])
-        q_tile = load_group_rows(q, at, sizes.queries, sizes, c)
+        q_tile = read_group_rows(q, at, sizes.queries, sizes, c)
         first = m0 // sizes.group
         count = tl.minimum((m0 + c.BLOCK_M - 1) // sizes.group + 1, sizes.queries) - first
     else:
         m, head = m0 + tl.arange(0, c.BLOCK_M), h
         at = QueryRows(b, h // sizes.group, h, h, m0, tl.arange(0, c.BLOCK_M)[:, None])
-        q_tile = load_rows(q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c)
+        q_tile = read_queries(q, b, h, m0, sizes, c)
         first, count = m0, tl.minimum(c.BLOCK_M, sizes.queries - m0)
     words = None
     if seed is not None:
         words = stream(seed, b, at.head, terms)
     query_origin, key_origin = origins(parts, terms, b, c)
-    x = Reads(q, k, v, None, None, None, bias, mask, parts, query_origin, key_origin, start)
+    x = Reads(q, k, v, None, None, None, bias, mask, parts, query_origin, key_origin, start, column)
     if not c.LISTS:
         lo, hi = limits_of(x, terms, c)
         begin, full_begin, full_end, end = key_tiles(first, count, sizes.keys, lo, hi, c.BLOCK_N)
@@ -185,7 +198,7 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
     if c.PACKED and not c.HAS_PARTS:
         all_o, all_lse, all_sizes = whole
         ends = ends_of_all(lengths, all_sizes)
-        zero_unowned(all_o, all_lse, ends, place, h, given_tile, start, sizes.queries, all_sizes, c)
+        zero_unowned(all_o, all_lse, ends, place, h, given_tile, start, sizes.queries, column, all_sizes, c)
 
     acc, m_i, l_i = _start(c)
     listed = walk.first
@@ -242,23 +255,25 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
         if lse.dtype.element_ty == tl.float64:  # from the rounded number that `_attend` has subtracted, if it is finite
             top = m_i * terms.exponent
             value = tl.where(tl.abs(top) < float("inf"), (top.to(tl.float64) + tl.log2(l_i)) * LN2, value)
-    tl.store(lse + row, value, mask=m < sizes.queries)
-    store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
+    tl.store(lse + row, value, mask=_has_lse(m, column, sizes, c))
+    store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV, column)
     if o_low is not None:
         low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
-        store_rows(o_low, low, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV)
+        store_rows(o_low, low, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV, column)
 
 
 @triton.jit
 def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
-    """Merge O and the LSE of one query from all splits, in a fixed order:
+    """Merge O, or a tile of its columns, and the LSE of one query from all splits, in a fixed order:
 
         LSE = log sum_s e^LSE_s,  O = sum_s e^(LSE_s - LSE) O_s
 
     parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M) in lse's dtype. A fully masked query has O = 0,
     LSE = -inf. sink: a `Strided` or None, added to the LSE like a split without output. o_low: as in `forward_kernel`.
     """
-    query = tl.cast(tl.program_id(0), tl.int64)
+    query, column = tl.cast(tl.program_id(0), tl.int64), column_tile(c)
+    if c.COLUMN_TILES > 1:
+        query = query // c.COLUMN_TILES
     queries = tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.queries
     every = tl.arange(0, MOST_SPLITS)
     found = tl.load(part_lse + every * queries + query, mask=every < sizes.splits, other=-float("inf"))
@@ -272,7 +287,7 @@ def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
     if sink is not None:
         total += tl.exp((more - base).to(tl.float32))
 
-    cols = tl.arange(0, c.BLOCK_DV)
+    cols = tl.arange(0, c.BLOCK_DV) + column * c.BLOCK_DV
     acc = tl.zeros([c.BLOCK_DV], tl.float32)
     for s0 in tl.range(0, sizes.splits, 16):
         s = s0 + tl.arange(0, 16)
@@ -285,7 +300,7 @@ def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
 
     tl.store(lse + query, base + tl.log2(total) * LN2)
     m, h, b = query % sizes.queries, query // sizes.queries % sizes.heads, query // sizes.queries // sizes.heads
-    store_rows(o, acc[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV)
+    store_rows(o, acc[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV, column)
     if o_low is not None:
         low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
-        store_rows(o_low, low[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV)
+        store_rows(o_low, low[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV, column)

@@ -61,14 +61,16 @@ from tilewise.backends.triton.bias_components import (
     parts_layout,
 )
 from tilewise.backends.triton.config import (
+    Columns,
     TritonConfig,
     backward_config,
+    by_blocks,
+    columns,
     every_pair_alike,
     forward_config,
     precision,
     second_walk_stages,
     splits,
-    widths,
 )
 from tilewise.backends.triton.forward import forward_kernel, merge_kernel
 from tilewise.backends.triton.masks import NO_LISTS, MaskLists, lists_pay
@@ -116,10 +118,17 @@ class Constexprs(NamedTuple):
 
     BLOCK_M: Any
     BLOCK_N: Any
-    BLOCK_D: Any  # head dimension, padded to a power of two
-    BLOCK_DV: Any  # value dimension, padded
+    BLOCK_D: Any  # head dimension, padded to a power of two, or a block of it
+    BLOCK_DV: Any  # value dimension, padded, or a block of it
     EVEN_D: Any  # BLOCK_D is the head dimension
     EVEN_DV: Any
+    BY_BLOCKS: Any  # rows are read in blocks of columns, see `blocks`
+    D_BLOCKS: Any  # number of blocks of the head dimension
+    DV_BLOCKS: Any
+    D_TILE: Any  # blocks of dQ and dK that one program computes
+    DV_TILE: Any  # of dV
+    COLUMN_TILES: Any  # programs for each tile of rows
+    QUERIES_STAY: Any  # see config.TritonConfig
     RAGGED_M: Any  # the last tile of queries reaches past their end
     RAGGED_N: Any  # the last tile of keys reaches past their end
     TMA: Any  # q, k, v, do are read by TMA
@@ -182,7 +191,7 @@ class TritonForward:
         by_elements = comes_by_elements(problem, bias) and not config.pack_gqa
         first = bias_first(problem, by_elements)
         c = _compiled(
-            problem, config, inputs, tma, widths(problem, tma), q, k, v, bias, mask, *flat_parts(parts),
+            problem, config, inputs, tma, columns(problem, tma), q, k, v, bias, mask, *flat_parts(parts),
             BIAS_FIRST=first, SPLIT=shares > 1, LISTS=lists, FETCH=by_elements and config.maxnreg is None,
         )  # fmt: skip
         sizes = _sizes(problem, inputs)._replace(splits=shares)
@@ -195,7 +204,7 @@ class TritonForward:
             target = o.new_empty((shares * problem.batch, *o.shape[1:]), dtype=torch.float32)
             self.shared = target.shape
             self.merge = Launch(
-                merge_kernel, q[..., 0].numel(),
+                merge_kernel, q[..., 0].numel() * c.COLUMN_TILES.value,
                 (POINTER, POINTER, strided(o), strided_if_any(o_low), POINTER, sink_layout(sink)), (sizes, c),
                 num_warps=4, num_stages=3,
             )  # fmt: skip
@@ -277,6 +286,7 @@ class TritonBackward:
         block_m = config.block_m
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
         row_tiles, row_batch = m_tiles * problem.batch, problem.batch
+        column_tiles = columns(problem, tma, forward=False).tiles
         key_programs = n_tiles * problem.kv_heads * problem.batch
         padded = m_tiles * block_m
         if problem.totals is not None:
@@ -315,7 +325,7 @@ class TritonBackward:
         )
         first = bias_first(problem)
         c = _compiled(
-            problem, config, inputs, tma, widths(problem, tma, forward=False),
+            problem, config, inputs, tma, columns(problem, tma, forward=False),
             q, k, v, outputs.o, do, read_do, bias, mask, dq, dk, dv, dbias, *flat_parts(parts), *dparts.values(),
             flat=(by_elements or (INTERPRET and begins_anywhere(problem, bias))) and config.block_n % 32 == 0,
             BIAS_FIRST=first,
@@ -344,7 +354,7 @@ class TritonBackward:
         )  # fmt: skip
         rows_of_queries = (*rows, parts_layout(parts))
         lengths = lengths_layout(inputs.lengths)
-        usual = {"num_warps": 4, "num_stages": 3}
+        usual = {"num_warps": 8 if c.BY_BLOCKS.value else 4, "num_stages": 3}
         # The ordered kernels pipeline keys and values, whose tiles are larger: fewer stages fit.
         fewer = {"num_warps": config.num_warps, "num_stages": min(config.num_stages, 2)}
 
@@ -375,7 +385,7 @@ class TritonBackward:
         self.empty_finite = allocation(finite, q.device) if c.HIDES.value else None
         if by_keys:
             self.main = Launch(
-                backward_kernel, key_programs,
+                backward_kernel, key_programs * column_tiles,
                 (
                     *rows, parts_layout(parts, given), POINTER, lengths, own, dq_accum_layout, dbias_layout,
                 ),
@@ -387,7 +397,11 @@ class TritonBackward:
             )
         elif dq is not None:
             self.query_gradient = Launch(
-                query_gradient_kernel, row_programs, (*rows_of_queries, POINTER, lengths, strided(dq)), numbers, **fewer
+                query_gradient_kernel,
+                row_programs * column_tiles,
+                (*rows_of_queries, POINTER, lengths, strided(dq)),
+                numbers,
+                **fewer,
             )
         self.sink_gradient = None
         if needs.sink and sink is not None and outputs.lse is not None and problem.totals is None:
@@ -514,20 +528,26 @@ def _compiled(
     config: TritonConfig,
     inputs: Inputs,
     tma: bool,
-    columns: tuple[int, int],
+    cols: Columns,
     *tensors: Tensor | None,
     flat: bool = False,
     **switches: Any,
 ) -> Constexprs:
-    bd, bdv = columns
     ragged_m, ragged_n = ragged(problem, config)
     values = Constexprs(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=bd,
-        BLOCK_DV=bdv,
-        EVEN_D=bd == problem.head_dim,
-        EVEN_DV=bdv == problem.value_dim,
+        BLOCK_D=cols.block_d,
+        BLOCK_DV=cols.block_dv,
+        EVEN_D=cols.block_d == problem.head_dim,
+        EVEN_DV=cols.block_dv == problem.value_dim,
+        BY_BLOCKS=by_blocks(problem),
+        D_BLOCKS=cols.d_blocks,
+        DV_BLOCKS=cols.dv_blocks,
+        D_TILE=cols.d_tile,
+        DV_TILE=cols.dv_tile,
+        COLUMN_TILES=cols.tiles,
+        QUERIES_STAY=config.queries_stay,
         RAGGED_M=ragged_m,
         RAGGED_N=ragged_n,
         TMA=tma,
@@ -543,7 +563,9 @@ def _compiled(
         PRECISION=precision(problem),
         PACK_GQA=config.pack_gqa,
         STAGES_AGAIN=second_walk_stages(problem, tma),
-        STAGES_MASKED=2 if problem.mask is not None and config.block_m * bd == 64 * 128 else config.num_stages,
+        STAGES_MASKED=2
+        if problem.mask is not None and config.block_m * cols.block_d == 64 * 128
+        else config.num_stages,
         HAS_PARTS=inputs.parts is not None,
         PARTS=part_hows(problem, inputs.parts),
         PACKED=problem.totals is not None,

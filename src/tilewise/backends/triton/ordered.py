@@ -12,25 +12,18 @@ import triton.language as tl
 from tilewise.backends.kernels.dropout import stream
 from tilewise.backends.kernels.score import key_tiles, query_tiles
 from tilewise.backends.triton.backward import load_stats, tile_gradients
+from tilewise.backends.triton.blocks import add_product, clean, read_rows, store_sums, zero_sums
 from tilewise.backends.triton.relative import counts_of, limits_of, origins
-from tilewise.backends.triton.tensors import Reads, dot, load_rows, operand_place, program_tile, store_rows
+from tilewise.backends.triton.tensors import Reads, column_tile, operand_place, program_tile
 from tilewise.backends.triton.varlen import own_sizes, query_tile, rows_from
 from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, state_of, tile_at
 
 
 @triton.jit
 def _load_queries(x, b, h, m0, sizes, c):
-    q_tile = load_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, True, sizes, c)
-    do_tile = load_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, True, sizes, c)
+    q_tile = read_rows(x.q, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, True, sizes, c)
+    do_tile = read_rows(x.do, b, h, m0, c.BLOCK_M, sizes.queries, "value", c.TMA, True, sizes, c)
     return q_tile, do_tile, load_stats(x.lse2, b, h, m0, sizes, c), load_stats(x.delta, b, h, m0, sizes, c)
-
-
-@triton.jit
-def _clean(tile, HIDES: tl.constexpr):
-    """Replace elements that are not finite by 0, for the reason given in `backward._load_keys`."""
-    if HIDES:
-        tile = tl.where(tl.abs(tile) < float("inf"), tile, 0.0).to(tile.dtype)
-    return tile
 
 
 @triton.jit
@@ -39,33 +32,39 @@ def _score_gradients(rows, x, words, terms, sizes, b, h, m0, n, MASKED: tl.const
     """Return the keys, dSᵀ with respect to scale·Q Kᵀ and to the biased score. rows: `_load_queries`."""
     n0 = tl.cast(n, tl.int32) * c.BLOCK_N
     hk = h // sizes.group
-    k_tile = load_rows(x.k, b, hk, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
-    v_tile = load_rows(x.v, b, hk, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
-    k_tile = _clean(k_tile, c.HIDES)
+    k_tile = read_rows(x.k, b, hk, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
+    v_tile = read_rows(x.v, b, hk, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
+    if not c.BY_BLOCKS:
+        k_tile = clean(k_tile, c.HIDES)
+        v_tile = clean(v_tile, c.HIDES)
     _, ds, db = tile_gradients(
-        k_tile, _clean(v_tile, c.HIDES), rows[0], rows[1], rows[2], rows[3], x, words, terms, sizes, b, h, m0, n0,
-        True, MASKED, PARTIAL, True, c,
+        k_tile, v_tile, rows[0], rows[1], rows[2], rows[3], x, words, terms, sizes, b, h, m0, n0, True, MASKED,
+        PARTIAL, True, c, c.HIDES,
     )  # fmt: skip
     return k_tile, ds, db
 
 
 @triton.jit
 def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lists, lengths, dq, terms, sizes, c):
-    """Compute dQ of one tile of queries over the key tiles that it sees."""
+    """Compute dQ, or a tile of its columns, of one tile of queries over the key tiles that it sees."""
     # As in `backward_kernel`: without a window partial and cut tiles share one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
     CUT: tl.constexpr = APART or c.RAGGED_M or c.RAGGED_N
+    DTYPE: tl.constexpr = k.dtype if c.TMA else k.pointer.dtype.element_ty
     tiles = tl.cdiv(sizes.queries, c.BLOCK_M)
     start = 0
     if c.PACKED:
-        tile, h, b = program_tile(sizes.total_queries // c.BLOCK_M + sizes.batch, sizes.heads, 1, c.ORDER)
+        tile, h, b = program_tile(
+            sizes.total_queries // c.BLOCK_M + sizes.batch, sizes.heads, 1, c.ORDER, c.COLUMN_TILES
+        )
         b, tile, start, sizes = query_tile(lengths, tile, sizes, c)
         tiles = tl.maximum(tl.cdiv(sizes.queries, c.BLOCK_M), tile + 1)
         q, do, dq = rows_from(q, start.query), rows_from(do, start.query), rows_from(dq, start.query)
         lse2, delta = lse2 + start.padded, delta + start.padded
         k, v = rows_from(k, start.key), rows_from(v, start.key)
     else:
-        tile, h, b = program_tile(tiles, sizes.heads, sizes.batch, c.ORDER)
+        tile, h, b = program_tile(tiles, sizes.heads, sizes.batch, c.ORDER, c.COLUMN_TILES)
+    column = column_tile(c)
     if terms.HAS_HI:
         tile = tiles - 1 - tile
     m0 = tile * c.BLOCK_M
@@ -86,24 +85,24 @@ def query_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, lis
             full_begin = begin
             full_end = begin
         walk = Walk(begin, full_begin, full_end, end, full_begin, 0, 0)
-    acc = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
+    acc = zero_sums(c.BLOCK_M, "head", c)
     listed = walk.first
     if c.LISTS:
         for i in tl.range(0, walk.full):
             n, listed = tile_at(walk, i, listed, c.LISTS)
             k_tile, ds, _db = _score_gradients(rows, x, words, terms, sizes, b, h, m0, n, False, False, c)
-            acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
+            acc = add_product(acc, tl.trans(ds.to(DTYPE)), k_tile, column, "head", c.HIDES, sizes, c)
     if APART:
         for i in tl.range(walk.full, walk.whole_end):
             n, listed = tile_at(walk, i, listed, c.LISTS)
             k_tile, ds, _db = _score_gradients(rows, x, words, terms, sizes, b, h, m0, n, c.MASK, False, c)
-            acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
+            acc = add_product(acc, tl.trans(ds.to(DTYPE)), k_tile, column, "head", c.HIDES, sizes, c)
     for i in tl.range(0, cut_count(walk)):
         n, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
         k_tile, ds, _db = _score_gradients(rows, x, words, terms, sizes, b, h, m0, n, c.MASK, CUT, c)
-        acc = dot(tl.trans(ds.to(k_tile.dtype)), k_tile, acc, c)
+        acc = add_product(acc, tl.trans(ds.to(DTYPE)), k_tile, column, "head", c.HIDES, sizes, c)
     m = m0 + tl.arange(0, c.BLOCK_M)
-    store_rows(dq, acc * terms.scale, b, h, m, sizes.queries, sizes.head_dim, c.BLOCK_D)
+    store_sums(dq, acc, terms.scale, b, h, m, sizes.queries, column, "head", sizes, c)
 
 
 @triton.jit

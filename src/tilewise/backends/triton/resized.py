@@ -14,7 +14,7 @@ from tilewise.backends.kernels.score import limited, varied_limits
 from tilewise.backends.launch.launcher import Launch, Varied, Whole, resized_launches
 from tilewise.backends.protocol import Structure, resized_problem
 from tilewise.backends.triton.bias_components import NO_PARTS
-from tilewise.backends.triton.config import TritonConfig, shared_by
+from tilewise.backends.triton.config import TritonConfig, columns, shared_by
 from tilewise.backends.triton.masks import lists_pay
 from tilewise.backends.triton.varlen import NO_LENGTHS, tile_count
 from tilewise.spec import tiles
@@ -37,7 +37,8 @@ def smaller(run: Any, error: OutOfResources, *tensors: Any) -> Any:
 def forward_programs(problem: Problem, config: TritonConfig, shares: int) -> int:
     """Return the number of programs of a forward."""
     if problem.totals is not None:
-        return tile_count(problem, problem.totals[0], config.block_m) * problem.heads
+        tiles = columns(problem, False).tiles
+        return tile_count(problem, problem.totals[0], config.block_m) * problem.heads * tiles
     return _programs(problem, problem.queries, config, shares)
 
 
@@ -46,7 +47,7 @@ def _programs(problem: Problem, queries: int, config: TritonConfig, shares: int)
     rows, heads = queries, problem.heads
     if config.pack_gqa:
         rows, heads = rows * problem.group, problem.kv_heads
-    return -(-rows // config.block_m) * problem.batch * shares * heads
+    return -(-rows // config.block_m) * problem.batch * shares * heads * columns(problem, False).tiles
 
 
 def ragged(problem: Problem, config: TritonConfig) -> tuple[bool, bool]:
@@ -98,8 +99,8 @@ def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | No
     batch, heads, _, value_dim = layout_o[0]
     shared = (shares * batch, heads, M, value_dim), (heads * M * value_dim, M * value_dim, value_dim, 1)
     values = (
-        _programs(problem, M, config, shares), batch * heads * M, first, last, M, N, shares,
-        *layout_o, *shared, *layouts,
+        _programs(problem, M, config, shares), batch * heads * M * columns(problem, False).tiles, first, last, M, N,
+        shares, *layout_o, *shared, *layouts,
     )  # fmt: skip
     if run.has_more:
         values += _more(inputs)
@@ -226,7 +227,7 @@ def resized_backward(
         own = (_BK, _BV, None, *written)
         accumulated = None if accumulator is None else _ACCUM
         new.main = run.main.resized(
-            key_programs,
+            key_programs * c.COLUMN_TILES.value,
             (_BQ, _BK, _BV, _DO, _STATS, _STATS, *(None,) * 6, own, accumulated, None),
             given,
             (_limited(terms, p), sizes, c),

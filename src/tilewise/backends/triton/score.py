@@ -6,14 +6,16 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.kernels.score import in_band, score_tile
+from tilewise.backends.triton.blocks import dot_rows
 from tilewise.backends.triton.relative import load_added
-from tilewise.backends.triton.tensors import dot, load_operand
+from tilewise.backends.triton.tensors import load_operand
 from tilewise.backends.triton.tile_mask import listed_pairs
 
 
 @triton.jit
-def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c):
-    """Return a tile's scores from A B, the softcap's derivative (`score_tile`), the bias in float32.
+def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c,
+                   CLEAN: tl.constexpr = False):  # fmt: skip
+    """Return a tile's scores from A Bᵀ, the softcap's derivative (`score_tile`), the bias in float32.
 
     NEAR: some distance in the tile may have an entry. With BIAS_FIRST the accumulator starts from the bias, and scores
     are in the units of the product. Triton: with a bias by pointers, not pipelined in any case, row maxima and sums
@@ -21,10 +23,13 @@ def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr
     """
     if c.BIAS_FIRST:
         added = load_added(x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
-        s = dot(a, b, tl.broadcast_to(added * (1.0 / terms.scale), [a.shape[0], b.shape[1]]), c)
+        ROWS: tl.constexpr = at.rows.shape[0] * cols.shape[0]
+        COLS: tl.constexpr = at.rows.shape[1] * cols.shape[1]
+        start = tl.broadcast_to(added * (1.0 / terms.scale), [ROWS, COLS])
+        s = dot_rows(a, b, start, "head", CLEAN, sizes, c)
         slope = s
     else:
-        products = dot(a, b, None, c)
+        products = dot_rows(a, b, None, "head", CLEAN, sizes, c)
         added = products
         if c.BIAS:
             added = load_added(x, at, n0, cols, TAIL, NEAR, terms, sizes, c)

@@ -58,6 +58,7 @@ class Reads(NamedTuple):
     query_origin: Any = 0  # see `relative.origin_of`
     key_origin: Any = 0
     start: Any = 0  # `Starts` of a packed batch
+    column: Any = 0  # the program's tile of columns, see `blocks`
 
 
 class QueryRows(NamedTuple):
@@ -119,9 +120,14 @@ def begins_anywhere(problem: Problem, bias: Tensor | None) -> bool:
 
 
 @triton.jit
-def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
-    """Return this program's (tile, head, batch) in the order ``ORDER``, see `Problem.raster_order`."""
+def program_tile(tiles, heads, batch, ORDER: tl.constexpr, SHARES: tl.constexpr = 1):
+    """Return this program's (tile, head, batch) in the order ``ORDER``, see `Problem.raster_order`.
+
+    SHARES: consecutive programs with the same tile.
+    """
     pid = tl.program_id(0)
+    if SHARES > 1:
+        pid = pid // SHARES
     if ORDER == "tiles":
         tile = pid % tiles
         pid = pid // tiles
@@ -144,6 +150,15 @@ def program_tile(tiles, heads, batch, ORDER: tl.constexpr):
 
 
 @triton.jit
+def column_tile(c):
+    """Return this program's tile of columns, see `blocks`."""
+    if c.COLUMN_TILES > 1:
+        return tl.program_id(0) % c.COLUMN_TILES
+    else:
+        return 0
+
+
+@triton.jit
 def head_at(b, h, sizes, c):
     """Return the index of a query head among all batch elements; packed sequences share the heads."""
     return tl.cast(b * 0 if c.PACKED else b, tl.int64) * sizes.heads + h
@@ -162,29 +177,30 @@ def row_at(head, m, length):
 
 
 @triton.jit
-def dq_accum_at(dq_accum, head, m, sizes, c):
+def dq_accum_at(dq_accum, head, m, sizes, c, block=0):
     """Return pointers [BLOCK_D, M] to queries ``m`` of a head in the sum of dQᵀ, and a mask [BLOCK_D, 1].
 
-    dq_accum: (B, H, D, padded queries).
+    dq_accum: (B, H, D, padded queries). block: of dimensions.
     """
-    d = tl.arange(0, c.BLOCK_D)
+    d = tl.arange(0, c.BLOCK_D) + block * c.BLOCK_D
     at = dq_accum + (head * sizes.head_dim + d)[:, None] * sizes.padded_queries + m[None, :]
     return at, (d < sizes.head_dim)[:, None]
 
 
 @triton.jit
 def load_rows(x, b, h, row0, BLOCK: tl.constexpr, row_end, DIM: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
-              sizes, c):  # fmt: skip
+              sizes, c, block=0):  # fmt: skip
     """Load the tile [BLOCK, padded dim] of q, k, v, o or do that starts at ``row0``; 0 outside the tensor.
 
     DIM: dimension of the columns, "head" or "value". TAIL: rows may pass ``row_end``, one number or one per row.
+    block: of columns.
     """
     COLS: tl.constexpr = c.BLOCK_D if DIM == "head" else c.BLOCK_DV
     EVEN: tl.constexpr = c.EVEN_D if DIM == "head" else c.EVEN_DV
     if TMA:
-        tile = x.load([b, h, row0, 0]).reshape([BLOCK, COLS])
+        tile = x.load([b, h, row0, block * COLS]).reshape([BLOCK, COLS])
     else:
-        rows, cols = tl.arange(0, BLOCK), tl.arange(0, COLS)
+        rows, cols = tl.arange(0, BLOCK), tl.arange(0, COLS) + block * COLS
         at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
         at = at + tl.cast(row0, tl.int64) * x.stride2
         if c.WIDE:
@@ -204,19 +220,29 @@ def load_rows(x, b, h, row0, BLOCK: tl.constexpr, row_end, DIM: tl.constexpr, TM
 
 
 @triton.jit
+def group_rows(x, at):
+    """Return pointers [BLOCK_M, 1] to the rows of q, each of its own head."""
+    row = x.pointer + tl.cast(at.b, tl.int64) * x.stride0 + tl.cast(at.head, tl.int64) * x.stride1
+    row += tl.cast(at.m0 + at.rows, tl.int64) * x.stride2
+    return row
+
+
+@triton.jit
 def load_group_rows(x, at, row_end, sizes, c):
     """Load the tile [BLOCK_M, padded head dim] of q, each row of its own head; 0 outside the tensor."""
     cols = tl.arange(0, c.BLOCK_D)[None, :]
-    row = x.pointer + tl.cast(at.b, tl.int64) * x.stride0 + tl.cast(at.head, tl.int64) * x.stride1
-    row += tl.cast(at.m0 + at.rows, tl.int64) * x.stride2
+    row = group_rows(x, at)
     inside = (at.m0 + at.rows < row_end) & (cols < sizes.head_dim)
     return tl.load(row + cols.to(tl.int64) * x.stride3, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_rows(x, value, b, h, rows, row_end, col_end, COLS: tl.constexpr):
-    """Store [rows, COLS] into a `Strided`, in its dtype, except past the ends. h: as `QueryRows.head`."""
-    cols = tl.arange(0, COLS)
+def store_rows(x, value, b, h, rows, row_end, col_end, COLS: tl.constexpr, block=0):
+    """Store [rows, COLS] into a `Strided`, in its dtype, except past the ends. h: as `QueryRows.head`.
+
+    block: of columns.
+    """
+    cols = tl.arange(0, COLS) + block * COLS
     at = x.pointer + tl.cast(b, tl.int64) * x.stride0 + tl.cast(h, tl.int64) * x.stride1
     at = at + rows.to(tl.int64)[:, None] * x.stride2 + cols.to(tl.int64)[None, :] * x.stride3
     inside = (rows < row_end)[:, None] & (cols < col_end)[None, :]

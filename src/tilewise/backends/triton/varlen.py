@@ -132,27 +132,28 @@ def ends_of_all(lengths, sizes):
 
 
 @triton.jit
-def zero_unowned(o, lse, ends, place, h, tile, start, queries, sizes, c):
+def zero_unowned(o, lse, ends, place, h, tile, start, queries, column, sizes, c):
     """Set o = 0 and LSE = -inf in rows that `forward_kernel` does not compute.
 
     These are the rows before the first and after the last sequence, and a sequence's rows past the caller's
-    max_seqlen_q. ends: `ends_of_all`. place: the program's tile among all; tile: in its sequence of ``queries`` rows.
+    max_seqlen_q. ends: `ends_of_all`. place: the program's tile among all; tile: in its sequence of ``queries`` rows;
+    column: its tile of columns.
     """
     first, last = ends
     row = place * c.BLOCK_M
     if (row < first) | ((row + c.BLOCK_M > last) & (row < sizes.total_queries)):
         rows = row + tl.arange(0, c.BLOCK_M)
-        _zero_rows(o, lse, h, rows, ((rows < first) | (rows >= last)) & (rows < sizes.total_queries), sizes, c)
+        _zero_rows(o, lse, h, rows, ((rows < first) | (rows >= last)) & (rows < sizes.total_queries), column, sizes, c)
     row = tile * c.BLOCK_M
     if (row < start.rows) & (row + c.BLOCK_M > queries):
         rows = row + tl.arange(0, c.BLOCK_M)
-        _zero_rows(o, lse, h, start.query + rows, (rows >= queries) & (rows < start.rows), sizes, c)
+        _zero_rows(o, lse, h, start.query + rows, (rows >= queries) & (rows < start.rows), column, sizes, c)
 
 
 @triton.jit
-def _zero_rows(o, lse, h, rows, inside, sizes, c):
+def _zero_rows(o, lse, h, rows, inside, column, sizes, c):
     zeros = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
-    store_rows(o, zeros, 0, h, rows, tl.where(inside, sizes.total_queries, 0), sizes.value_dim, c.BLOCK_DV)
+    store_rows(o, zeros, 0, h, rows, tl.where(inside, sizes.total_queries, 0), sizes.value_dim, c.BLOCK_DV, column)
     nothing = tl.full([c.BLOCK_M], -float("inf"), tl.float32)
     tl.store(lse + tl.cast(h, tl.int64) * sizes.total_queries + rows, nothing, mask=inside)
 

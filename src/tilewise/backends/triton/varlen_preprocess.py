@@ -54,16 +54,19 @@ def packed_preprocess_kernel(o, o_low, do, lse, dlse, delta, lse2, dq_accum, men
         n = tile * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
         if c.WANT_K:
             zeros = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
-            store_rows(dk, zeros, 0, hk, n, sizes.total_keys, sizes.head_dim, c.BLOCK_D)
+            for i in tl.static_range(c.D_BLOCKS):
+                store_rows(dk, zeros, 0, hk, n, sizes.total_keys, sizes.head_dim, c.BLOCK_D, i)
         if c.WANT_V:
             zeros = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
-            store_rows(dv, zeros, 0, hk, n, sizes.total_keys, sizes.value_dim, c.BLOCK_DV)
+            for i in tl.static_range(c.DV_BLOCKS):
+                store_rows(dv, zeros, 0, hk, n, sizes.total_keys, sizes.value_dim, c.BLOCK_DV, i)
     elif pid < first_chunk:
         if dq is not None:
             tile, h = (pid - first_queries) % query_tiles, (pid - first_queries) // query_tiles
             m = tile * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
             zeros = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
-            store_rows(dq, zeros, 0, h, m, sizes.total_queries, sizes.head_dim, c.BLOCK_D)
+            for i in tl.static_range(c.D_BLOCKS):
+                store_rows(dq, zeros, 0, h, m, sizes.total_queries, sizes.head_dim, c.BLOCK_D, i)
     elif dbias is not None:
         _zero_gaps(dbias, lengths, pid - first_chunk, sizes, c)
 

@@ -77,6 +77,8 @@ def _declines_forward(problem: Problem) -> str | None:
     reason = declines_device(problem.device, problem.capability, problem.dtype)
     if reason is not None:
         return reason
+    if max(problem.head_dim, problem.value_dim) > 256:
+        return f"has kernels up to 256 dimensions, not for {max(problem.head_dim, problem.value_dim)}"
     bias = problem.bias
     if bias is not None and bias.dtype == torch.float64:
         return "reads a bias in float16, bfloat16 or float32, not float64"
