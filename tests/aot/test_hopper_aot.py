@@ -32,6 +32,10 @@ DESIGNED = [
     ("3.6.0", replace(USUAL, D=64, window=(3000, None)), 3 * (4 + 8) * 2, 0),
     ("3.6.0", replace(USUAL, D=256), 2 * (16 + 4) * 2, 0),
     ("3.6.0", replace(USUAL, D=256, causal=True), 2 * (16 + 4) * 3, 0),
+    # Q and K in three panels, so that K leaves room for 128 keys; what spills is outside the loop over full tiles
+    ("3.6.0", replace(USUAL, D=192, Dv=128), 2 * (12 + 8) * 2, 0),
+    ("installed", replace(USUAL, D=192, Dv=128, causal=True), 2 * (12 + 8) * 3, 16),
+    ("3.6.0", replace(USUAL, D=160, Dv=64, bias="1hmn"), 2 * (12 + 4) * 2, 0),
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", causal=True), 2 * (8 + 8) * 2, 0),
     ("3.6.0", replace(USUAL, D=64, mask="11m1", bias="1111"), 2 * (4 + 8) * 2, 0),
     # the mask transposed
@@ -79,6 +83,9 @@ BACKWARDS = [
     ("3.6.0", USUAL, 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, bias="bhmn"), 2 * 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, Hkv=4, causal=True), 2 * (2 * 8 + 2 * 4 + 8), 0),
+    # Q·Kᵀ of 192 of 256 columns, dP of 128
+    ("3.6.0", replace(USUAL, D=192, Dv=128), 2 * 12 + 8 + 2 * 4 + 2 * 4, 0),
+    ("installed", replace(USUAL, D=192, Dv=128, bias="1hmn", deterministic=True), 2 * 12 + 8 + 2 * 4 + 2 * 4, 4),
     ("3.6.0", replace(USUAL, D=64), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0),
     ("installed", replace(USUAL, D=64), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0),
     ("3.6.0", replace(USUAL, D=64, Hkv=4, M=4000, N=4000), 2 * (2 * 4 + 2 * 4) + 8 + 4, 56),

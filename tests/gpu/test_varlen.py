@@ -109,8 +109,8 @@ RUNS = [
     *(("triton", kind, 64) for kind in (None, ragged, relative, t5)),
     *(("triton", ragged, dim) for dim in (16, 32, 128, 512)),
     *(("hopper", kind, 64) for kind in (None, keys, queries, relative)),
-    *(("hopper", None, dim) for dim in (32, 128, 256)),
-    *(("hopper", keys, dim) for dim in (32, 128, 256)),
+    *(("hopper", None, dim) for dim in (32, 128, 192, 256)),
+    *(("hopper", keys, dim) for dim in (32, 128, 192, 256)),
     *(("hopper", kind, dim) for kind in (relative, ahead) for dim in (32, 128)),
 ]
 
@@ -126,8 +126,9 @@ def test_sequences(dtype, backend, kind, D, options):
     if backend == "hopper" and kind in (relative, ahead):
         options = {name: x for name, x in options.items() if name != "softcap"}  # which is declined beside them
     q = leaf(EDGES_Q[-1], H, D, dtype=dtype, seed=1)
-    k, v = (leaf(EDGES_K[-1], HKV, D, dtype=dtype, seed=seed) for seed in (2, 3))
-    do, dlse = leaf(*q.shape, dtype=dtype, seed=4), leaf(H, EDGES_Q[-1], dtype=torch.float32, seed=5)
+    Dv = 128 if D == 192 else D
+    k, v = (leaf(EDGES_K[-1], HKV, dim, dtype=dtype, seed=seed) for dim, seed in ((D, 2), (Dv, 3)))
+    do, dlse = leaf(EDGES_Q[-1], H, Dv, dtype=dtype, seed=4), leaf(H, EDGES_Q[-1], dtype=torch.float32, seed=5)
     bias, leaves = (None, []) if kind is None else kind(dtype)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (EDGES_Q, EDGES_K))
     every = (q, k, v, *leaves)

@@ -32,11 +32,12 @@ class Pipeline(NamedTuple):
 @gluon.jit
 def new_pipeline(
     source, SLOTS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, READERS: gl.constexpr,
-    WRITERS: gl.constexpr = 1,
+    WRITERS: gl.constexpr = 1, PANELS: gl.constexpr = 1,
 ):  # fmt: skip
     """Create a pipeline of tiles [ROWS, COLS] of the tensor that ``source`` describes. A slot is free once READERS have
-    released it, and full once WRITERS have arrived, TMA being one of them."""
-    return with_barriers(new_tiles(source, SLOTS, ROWS, COLS), SLOTS, READERS, WRITERS)
+    released it, and full once WRITERS have arrived, TMA being one of them. A slot has PANELS tiles, side by side in the
+    tensor: tile i of a slot is ``slots.index(slot * PANELS + i)``."""
+    return with_barriers(new_tiles(source, SLOTS * PANELS, ROWS, COLS), SLOTS, READERS, WRITERS)
 
 
 @gluon.jit
@@ -89,6 +90,20 @@ def fill_at(pipeline, slot, use, source, at):
     mbarrier.wait(pipeline.empty.index(slot), (use & 1) ^ 1)
     mbarrier.expect(pipeline.full.index(slot), source.block_type.nbytes)
     tma_load(source, at, pipeline.full.index(slot), pipeline.slots.index(slot))
+
+
+@gluon.jit
+def fill_panels(pipeline, slot, use, source, at, PANELS: gl.constexpr):
+    """Like `fill_at`, for a slot with PANELS tiles, the first of which begins ``at`` column 0."""
+    if PANELS == 1:
+        fill_at(pipeline, slot, use, source, at)
+    else:
+        COLS: gl.constexpr = source.block_type.shape[-1]
+        mbarrier.wait(pipeline.empty.index(slot), (use & 1) ^ 1)
+        mbarrier.expect(pipeline.full.index(slot), PANELS * source.block_type.nbytes)
+        for i in gl.static_range(PANELS):
+            panel = [at[0], at[1], at[2], at[3], COLS * i] if len(at) == 5 else [at[0], at[1], at[2], COLS * i]
+            tma_load(source, panel, pipeline.full.index(slot), pipeline.slots.index(slot * PANELS + i))
 
 
 @gluon.jit

@@ -69,7 +69,8 @@ def new_dq_pipeline(dq, c):
     if c.DQ_STORED:
         pipeline = new_pipeline(dq, 1, c.BLOCK_M, c.BLOCK_D, 1)
     elif c.DQ_BY_TMA:
-        slots = gl.allocate_shared_memory(dq.dtype, [1, dq.block_type.shape[0], dq.block_type.shape[1]], dq.layout)
+        rows: gl.constexpr = c.BLOCK_M * c.BLOCK_D // c.DQ_PARTS // DQ_COLS
+        slots = gl.allocate_shared_memory(dq.dtype, [1, rows, DQ_COLS], dq.layout)
         pipeline = with_barriers(slots, 1, 1)
     stored = gl.allocate_shared_memory(gl.int64, [c.KEY_STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(c.KEY_STAGES):
@@ -284,13 +285,20 @@ def wait_zeroed(tile_index, work_tile, x, counters, sizes, c):
             wait_count(counters.zeroed + work_tile.hk * sizes.row_tiles + work_tile.first_tile, tiles)
 
 
+@gluon.constexpr_function
+def width_of_part(part, parts, block_d, columns):
+    """Return the columns of a part of dQ: an equal share, or what is left of ``columns``."""
+    return min(block_d // parts, columns - part * (block_d // parts))
+
+
 @gluon.jit
 def begin_dq(ds, shared, PART: gl.constexpr, c):
     """Issue a part of the columns of dQ = dS K."""
-    WIDTH: gl.constexpr = c.BLOCK_D // c.DQ_PARTS
+    FIRST: gl.constexpr = PART * (c.BLOCK_D // c.DQ_PARTS)
+    WIDTH: gl.constexpr = width_of_part(PART, c.DQ_PARTS, c.BLOCK_D, c.COLS_OF_QK)
     k = shared.k.index(slot_of_keys(shared, c)).reshape([c.BLOCK_N, c.BLOCK_D])
     if c.DQ_PARTS > 1:
-        k = k.slice(PART * WIDTH, WIDTH, 1)
+        k = k.slice(FIRST, WIDTH, 1)
     zero = gl.zeros([c.BLOCK_M, WIDTH], gl.float32, accumulator(c.BLOCK_M, WIDTH, c.WARPS))
     return warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
 
@@ -329,7 +337,10 @@ def release_part(dq, x, dq_pipeline, tile_of_head, step, PART: gl.constexpr, ter
     elif c.DQ_BY_TMA:
         flat = as_threads_hold_it(dq, c.WARPS)
         mbarrier.wait(dq_pipeline.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
-        dq_pipeline.slots.index(0).store(flat)
+        slot = dq_pipeline.slots.index(0)
+        if flat.shape[0] < slot.shape[0]:
+            slot = slot.slice(0, flat.shape[0], 0)
+        slot.store(flat)
     else:
         flat = as_threads_hold_it(dq, c.WARPS)
         part = gl.cast(place_of_part(tile_of_head, PART, c), gl.int64)
@@ -351,6 +362,19 @@ def signal_stored(dq_pipeline, slot, c):
         wait_stored(0)
     warps_barrier()
     mbarrier.arrive(dq_pipeline.stored.full.index(slot), count=1)
+
+
+@gluon.jit
+def add_part(x, slot, place, PART: gl.constexpr, c):
+    """Add a part of dQ to dq_accum by TMA, in boxes of the smallest part."""
+    BOX: gl.constexpr = x.dq.block_type.shape[0]
+    WIDTH: gl.constexpr = width_of_part(PART, c.DQ_PARTS, c.BLOCK_D, c.COLS_OF_QK)
+    BOXES: gl.constexpr = c.BLOCK_M * WIDTH // DQ_COLS // BOX
+    if slot.shape[0] == BOX:
+        tma_add(x.dq, [place, 0], slot)
+    else:
+        for i in gl.static_range(BOXES):
+            tma_add(x.dq, [place + i * BOX, 0], slot.slice(i * BOX, BOX, 0))
 
 
 @gluon.jit
@@ -397,7 +421,7 @@ def add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c):
                         at = box_of(seq.first_query, seq.queries, work_tile.b, h, m * c.BLOCK_M, c)
                         tma_store(x.dq, at, dq_pipeline.slots.index(0))
                     else:
-                        tma_add(x.dq, [place_of_part(head + m, part, c), 0], dq_pipeline.slots.index(0))
+                        add_part(x, dq_pipeline.slots.index(0), place_of_part(head + m, part, c), part, c)
                     tma.store_wait(0)
                     mbarrier.arrive(dq_pipeline.empty.index(0), count=1)
                 if c.DEFERRED_RELEASE:
@@ -415,7 +439,7 @@ def add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c):
 
 @gluon.jit
 def packed_postprocess_kernel(dq_accum, dq, tile_list, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
-                  BLOCK_D: gl.constexpr):  # fmt: skip
+                  BLOCK_D: gl.constexpr, COLS: gl.constexpr):  # fmt: skip
     """Like `postprocess_kernel`, but for a packed batch: one program for each listed tile and head."""
     wait_for_previous()
     n, h = gl.program_id(0) % sizes.row_tiles, gl.program_id(0) // sizes.row_tiles
@@ -423,31 +447,38 @@ def packed_postprocess_kernel(dq_accum, dq, tile_list, dim, scale, sizes, PARTS:
         seq, tile = listed_tile(tile_list, n)
         pid = h * sizes.row_tiles + first_tile_of(tile_list, n, seq, BLOCK_M) + tile
         to = dq.pointer + gl.cast(h, gl.int64) * dq.stride1 + gl.cast(seq.first_query, gl.int64) * dq.stride2
-        store_dq(dq_accum, to, dq, pid, tile * BLOCK_M, seq.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D)
+        store_dq(dq_accum, to, dq, pid, tile * BLOCK_M, seq.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D, COLS)
 
 
 @gluon.jit
 def store_dq(dq_accum, to, dq, pid, row0, queries, dim, scale, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
-             BLOCK_D: gl.constexpr):  # fmt: skip
+             BLOCK_D: gl.constexpr, COLS: gl.constexpr):  # fmt: skip
     """Store the ``pid``-th tile of dq_accum, scaled, as the rows from ``row0`` on of the matrix at ``to``."""
-    WARPS: gl.constexpr = gl.num_warps()
-    WIDTH: gl.constexpr = BLOCK_D // PARTS
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
-    at = places(BLOCK_M * WIDTH // DQ_COLS, WARPS)
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None]
-    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
+    SHARE: gl.constexpr = BLOCK_D // PARTS
     to += gl.cast(row0, gl.int64) * dq.stride2
     for part in gl.static_range(PARTS):
-        found = gl.load(dq_accum + (gl.cast(pid, gl.int64) * PARTS + part) * (BLOCK_M * WIDTH) + at)
-        value = (as_rows(found, BLOCK_M, WARPS) * scale).to(dq.pointer.dtype.element_ty)
-        inside = (rows < queries - row0) & (cols < dim - part * WIDTH)
-        to_part = to + rows.to(gl.int64) * dq.stride2 + (cols + part * WIDTH)
-        gl.store(to_part, gl.convert_layout(value, OUT), mask=inside)
+        accum = dq_accum + (gl.cast(pid, gl.int64) * PARTS + part) * (BLOCK_M * SHARE)
+        _store_part(
+            accum, to + part * SHARE, dq, queries - row0, dim - part * SHARE, scale, BLOCK_M,
+            width_of_part(part, PARTS, BLOCK_D, COLS),
+        )  # fmt: skip
+
+
+@gluon.jit
+def _store_part(dq_accum, to, dq, rows_left, cols_left, scale, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr):
+    WARPS: gl.constexpr = gl.num_warps()
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))[:, None]
+    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
+    found = gl.load(dq_accum + places(BLOCK_M * WIDTH // DQ_COLS, WARPS))
+    value = (as_rows(found, BLOCK_M, WARPS) * scale).to(dq.pointer.dtype.element_ty)
+    inside = (rows < rows_left) & (cols < cols_left)
+    gl.store(to + rows.to(gl.int64) * dq.stride2 + cols, gl.convert_layout(value, OUT), mask=inside)
 
 
 @gluon.jit
 def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
-                  BLOCK_D: gl.constexpr):  # fmt: skip
+                  BLOCK_D: gl.constexpr, COLS: gl.constexpr):  # fmt: skip
     """Store dQ = scale · dq_accum in dQ's dtype, for one query tile, by as many warps as have computed it.
 
     It may run beside the last programs of the backward, where these leave multiprocessors idle.
@@ -460,6 +491,6 @@ def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.conste
     row0 = pid % sizes.row_tiles * BLOCK_M
     to = dq.pointer + gl.cast(bh // heads, gl.int64) * dq.stride0 + gl.cast(bh % heads, gl.int64) * dq.stride1
     wait_count(done_at(counts, sizes) + bh // sizes.group, sizes.key_tiles, PAUSE=500)
-    store_dq(dq_accum, to, dq, pid, row0, sizes.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D)
+    store_dq(dq_accum, to, dq, pid, row0, sizes.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D, COLS)
     if pid == gl.num_programs(0) - 1:  # so that this kernel does not end before the backward
         wait_for_previous()

@@ -123,6 +123,8 @@ class BackwardConstants(NamedTuple):
     BLOCK_M: Any
     BLOCK_N: Any
     BLOCK_D: Any
+    BLOCK_DV: Any  # columns of V and dO: fewer than BLOCK_D only at 256, see `config.value_width`
+    COLS_OF_QK: Any  # columns that Q·Kᵀ multiplies: BLOCK_D, or 192 of 256
     M_SUBTILES: Any
     SUBTILE_M: Any  # queries of a subtile
     STAGES: Any
@@ -277,7 +279,7 @@ def bwd_one_m_block(
     m0 = m * c.BLOCK_M
     tile_of_head = tile_of_sum(work_tile, h, m, sizes, c)
     q = rows.pipeline.slots.index(slot).reshape([c.BLOCK_M, c.BLOCK_D])
-    do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_D])
+    do = rows.do.index(do_slot).reshape([c.BLOCK_M, c.BLOCK_DV])
     if c.ELEMENTS > 1:
         ds_slot = slot_of(shared.ds_pipeline, step)
         tile = shared.ds.index(ds_slot)
@@ -454,11 +456,12 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
     KEYS: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_D, c.WARPS)
     work_tile = work_tile_at(tile_index, x, terms, sizes, c)
     counters = counters_at(counts, sizes, c)
-    dk, dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS), gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS)
+    VALUES: gl.constexpr = accumulator(c.BLOCK_N, c.BLOCK_DV, c.WARPS)
+    dk, dv = gl.zeros([c.BLOCK_N, c.BLOCK_D], gl.float32, KEYS), gl.zeros([c.BLOCK_N, c.BLOCK_DV], gl.float32, VALUES)
     slot = slot_of(keys, nth)
     v_slot = slot_of(values, nth)
     k_tile = shared.k.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
-    v_tile = shared.v.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_D])
+    v_tile = shared.v.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
     if not c.DQ_BY_TMA and c.ELEMENTS == 1:  # else another warp waits
         wait_zeroed(tile_index, work_tile, x, counters, sizes, c)
     if c.DBIAS == "reduce":
@@ -470,8 +473,8 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
     wait_full(keys, slot, use_of(keys, nth))
     wait_full(values, v_slot, use_of(values, nth))
     if c.HIDES:
-        drop_what_is_not_finite(k_tile, c)
-        drop_what_is_not_finite(v_tile, c)
+        drop_what_is_not_finite(k_tile, c.BLOCK_D, c)
+        drop_what_is_not_finite(v_tile, c.BLOCK_DV, c)
         hide_keys(x, shared, work_tile, sizes, c)
         fence_async_shared()
     warps_barrier()  # Triton: else it inserts one in the loop, between the setup of barriers and their use
@@ -576,7 +579,7 @@ def compute_work_tile(tile_index, nth, step, x, rows, keys, values, dq_pipeline,
     if c.VALUE_STAGES < c.KEY_STAGES:
         k_tile.store((state.dk * terms.scale).to(DTYPE))
         mbarrier.wait(dq_pipeline.empty.index(0), (uses_of_slot(step, shared, c) & 1) ^ 1)
-        dv_tile(x, dq_pipeline, c).reshape([c.BLOCK_N, c.BLOCK_D]).store(state.dv.to(DTYPE))
+        dv_tile(x, dq_pipeline, c).reshape([c.BLOCK_N, c.BLOCK_DV]).store(state.dv.to(DTYPE))
     else:
         v_tile.store(state.dv.to(DTYPE))
         k_tile.store((state.dk * terms.scale).to(DTYPE))
@@ -616,15 +619,15 @@ def backward_kernel(
     if c.DBIAS == "reduce":
         dbias_tiles = dbias_tiles_of(pieces, shared_dbias, lists, c)
     keys = new_pipeline(k, c.KEY_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
-    values = new_pipeline(v, c.VALUE_STAGES, c.BLOCK_N, c.BLOCK_D, 1)
+    values = new_pipeline(v, c.VALUE_STAGES, c.BLOCK_N, c.BLOCK_DV, 1)
     SCORES: gl.constexpr = tile_layout(c.BLOCK_M, c.BLOCK_N, q.dtype)
     pipeline = new_pipeline(q, c.STAGES, c.BLOCK_M, c.BLOCK_D, 1)
     if c.DO_STAGES != c.STAGES:
-        do_pipeline = new_pipeline(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_D, 1)
+        do_pipeline = new_pipeline(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_DV, 1)
         do_slots = do_pipeline.slots
     else:
         do_pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
-        do_slots = new_tiles(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_D)
+        do_slots = new_tiles(do, c.DO_STAGES, c.BLOCK_M, c.BLOCK_DV)
     stats_slots = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, c.BLOCK_M], stats.layout)
     dq_pipeline = new_dq_pipeline(dq, c)
     BEHIND: gl.constexpr = 1 if c.DBIAS == "add" else 0  # see `backward.relative`

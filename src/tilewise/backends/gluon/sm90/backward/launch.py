@@ -49,9 +49,11 @@ from tilewise.backends.gluon.sm90.common.config import (
     backward_config,
     backward_width,
     band_of,
+    columns_of_qk,
     dbias_sums,
     longest_first,
     most_registers,
+    value_width,
 )
 from tilewise.backends.gluon.sm90.common.toeplitz import Pairs
 from tilewise.backends.gluon.sm90.common.traits import always_hides, bias_axes, hides, multiprocessors
@@ -211,15 +213,15 @@ class HopperBackward:
             (
                 box(q, block_m, width),
                 box(k, block_n, width),
-                box(v, block_n, width),
-                box(do, block_m, width),
+                box(v, block_n, value_width(p)),
+                box(do, block_m, value_width(p)),
                 strided(bias)
                 if axes == BiasKind.COLS
                 else box(bias if axes == BiasKind.MATRIX else None, block_m, block_n),
                 vector(stats, block_m),
                 box(dq, block_m, width) if self.dq_stored else self._sum_of_dq(dq_accum, config, width),
                 box(dk, block_n, width),
-                box(dv, block_n, width),
+                box(dv, block_n, value_width(p)),
                 strided(dq)
                 if self.elements
                 else POINTER
@@ -227,7 +229,7 @@ class HopperBackward:
                 else box(dbias if ds_buffer is None else ds_buffer, block_m, block_n),
                 Record(Given, (POINTER, POINTER)),
                 POINTER if self.summary is None or self.elements else vector(self.summary.bits_like, 2 * block_n),
-                box(mended, block_m, width),
+                box(mended, block_m, value_width(p)),
                 *dbias_tiles,
             ),
             (terms, sizes, c),
@@ -256,7 +258,7 @@ class HopperBackward:
                 packed_postprocess_kernel if packed else postprocess_kernel,
                 row_programs,
                 (POINTER, strided_rows(dq), POINTER),
-                (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width),
+                (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width, columns_of_qk(p)),
                 num_warps=4 * config.warpgroups,
                 launch_pdl=beside,
             )
@@ -297,7 +299,8 @@ class HopperBackward:
     def _sum_of_dq(self, dq_accum: Tensor, config: BackwardConfig, width: int) -> Any:
         if not config.dq_by_tma:
             return POINTER
-        rows = config.block_m * width // config.dq_parts // DQ_COLS.value
+        last = columns_of_qk(self.problem) - (config.dq_parts - 1) * (width // config.dq_parts)
+        rows = config.block_m * last // DQ_COLS.value
         return boxes(dq_accum, [rows, DQ_COLS.value], dq_accum.stride())
 
     def _some_see_nothing(self, lengths: Lengths) -> bool:
@@ -487,6 +490,8 @@ def _compiled(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=width,
+        BLOCK_DV=value_width(problem),
+        COLS_OF_QK=columns_of_qk(problem),
         M_SUBTILES=config.m_subtiles,
         SUBTILE_M=config.block_m // config.m_subtiles,
         STAGES=config.stages,

@@ -126,11 +126,18 @@ def slot_of_values(shared, c):
 
 
 @gluon.jit
-def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, c):
-    """Issue the product of K or V with a subtile of Q or dO, transposed. ``first``: see `operand`."""
+def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, COLS: gl.constexpr, c):
+    """Issue the product of K or V with a subtile of Q or dO, transposed. ``first``: see `operand`. COLS: columns of
+    both; of 256 with 192 dimensions the last 64 are padding, and left out."""
     if not IN_REGISTERS:
-        first = tile.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
-    return warpgroup_mma(first, rows.permute((1, 0)), start, use_acc=STARTS, is_async=True)
+        first = tile.index(slot).reshape([c.BLOCK_N, rows.shape[1]])
+    if COLS == 192:
+        s = warpgroup_mma(
+            first.slice(0, 128, 1), rows.slice(0, 128, 1).permute((1, 0)), start, use_acc=STARTS, is_async=True
+        )
+        return warpgroup_mma(first.slice(128, 64, 1), rows.slice(128, 64, 1).permute((1, 0)), s, is_async=True)
+    else:
+        return warpgroup_mma(first, rows.permute((1, 0)), start, use_acc=STARTS, is_async=True)
 
 
 @gluon.jit
@@ -139,7 +146,7 @@ def begin(start, rows, shared, step, SUBTILE: gl.constexpr, terms, c, STARTS: gl
     q = subtile_of(rows.pipeline.slots.index(slot_of(rows.pipeline, step)).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
     if not STARTS:
         start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, accumulator(c.BLOCK_N, c.SUBTILE_M, c.WARPS))
-    s = times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c)
+    s = times(shared.k_operand, shared.k, slot_of_keys(shared, c), q, start, STARTS, c.K_IN_REGISTERS, c.COLS_OF_QK, c)
     if c.HIDES_KEYS:
         s = warpgroup_mma(shared.hiding[0], shared.hiding[1].permute((1, 0)), s, is_async=True)
     return s
@@ -166,8 +173,10 @@ def begin_dp(rows, shared, slot, SUBTILE: gl.constexpr, terms, c):
     start = gl.zeros([c.BLOCK_N, c.SUBTILE_M], gl.float32, S)
     if STARTS:
         start, _ = gl.broadcast(minus_delta_of(rows, slot, SUBTILE, c)[None, :], start)
-    do = subtile_of(rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_D]), SUBTILE, c)
-    return times(shared.v_operand, shared.v, slot_of_values(shared, c), do, start, STARTS, c.V_IN_REGISTERS, c)
+    do = subtile_of(rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_DV]), SUBTILE, c)
+    return times(
+        shared.v_operand, shared.v, slot_of_values(shared, c), do, start, STARTS, c.V_IN_REGISTERS, c.BLOCK_DV, c
+    )
 
 
 @gluon.jit

@@ -60,13 +60,13 @@ def visible(p, bits, slot, kind, work_tile, m0, terms, sizes, c):
 
 
 @gluon.jit
-def drop_what_is_not_finite(tile, c):
+def drop_what_is_not_finite(tile, COLS: gl.constexpr, c):
     """Zero the elements of K or V that are not finite.
 
     This hides no error: if a query saw such an element, its LSE or delta is NaN. If none did, it must not turn dS = 0
     into NaN.
     """
-    THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.BLOCK_D, c.BLOCK_D // 8], [c.WARPS, 1], [1, 0])
+    THREADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [c.WARPS, 1], [1, 0])
     value = tile.load(THREADS)
     TYPE: gl.constexpr = "bf16x2" if value.dtype == gl.bfloat16 else "f16x2"
     tile.store(

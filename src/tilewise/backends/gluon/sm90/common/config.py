@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -28,7 +28,8 @@ ELEMENTS = 3  # batch elements per program of the backward, see `is_batched`
 BATCHED_FROM = 128  # the fewest queries, and keys
 MOST_PROGRAMS = 8  # programs of a group that shares a bias, at most; see dbias_reduce
 L2_CACHE = 32 * 1024**2  # bytes, of 50 MiB, that are still cached when the next program reads them
-WIDTHS = (32, 64, 128, 256)  # all widths of tiles, see `backward_width`
+WIDTHS = (32, 64, 128, 192, 256)  # all widths of tiles, see `backward_width`; 192: the forward's in three panels
+PANEL = 64  # columns of a panel: 128 bytes, one swizzle
 NO_SECTION = "not in the notebook"
 
 Tiles = TypeVar("Tiles")
@@ -259,7 +260,9 @@ FORWARD_TILES: tuple[TileRule[ForwardTiles], ...] = (
     TileRule((128,), _caps_bias, "registers", ForwardTiles(block_n=64, warpgroups=2)),
     TileRule((32, 64, 128), _always, "hopper-forward.md#warpgroups-and-registers",
              ForwardTiles(block_n=128, warpgroups=2)),
-    TileRule((256,), _always, "registers", ForwardTiles(block_n=64, warpgroups=2, q_in_registers=False)),
+    TileRule((192,), lambda x: not x.bias_bytes and not _caps_bias(x), "shared memory",
+             ForwardTiles(block_n=128, warpgroups=2, q_in_registers=False)),
+    TileRule((192, 256), _always, "registers", ForwardTiles(block_n=64, warpgroups=2, q_in_registers=False)),
 )  # fmt: skip
 
 
@@ -291,7 +294,7 @@ def _has_causal_edge(x: Traits) -> bool:
 
 def _fills_shared_memory(x: Traits) -> bool:
     """True if Q, K, V and the bias leave no shared memory for O."""
-    return x.width == 256 or (x.width == 128 and x.bias_bytes > 0)
+    return x.width in (192, 256) or (x.width == 128 and x.bias_bytes > 0)
 
 
 def _stores_o_in_bias(x: Traits, tiles: ForwardTiles) -> bool:
@@ -303,7 +306,7 @@ def _stores_o_in_bias(x: Traits, tiles: ForwardTiles) -> bool:
 
 def _stores_o_in_q(x: Traits, tiles: ForwardTiles) -> bool:
     """True if O is as large as Q, and the bias pipeline is not used for it."""
-    is_as_large = padded(x.problem.head_dim) == padded(x.problem.value_dim)
+    is_as_large = x.width == 192 or padded(x.problem.head_dim) == padded(x.problem.value_dim)
     return _fills_shared_memory(x) and is_as_large and not _stores_o_in_bias(x, tiles)
 
 
@@ -316,11 +319,11 @@ FORWARD_FIELDS: tuple[FieldRule[ForwardTiles], ...] = (
     FieldRule(WIDTHS, _scales_q, "hopper-forward.md#softmax-and-o", {"scale_in_q": True}),
     # Rescaling costs more than the branch, except beside a bias at 128 dimensions, or in small programs.
     FieldRule((32, 64), lambda _, t: t.programs == 1, "hopper-forward.md#softmax-and-o", {"lazy": True}),
-    FieldRule((128, 256), lambda x, _: not x.bias_bytes or _ends_below(x), "hopper-forward.md#softmax-and-o",
+    FieldRule((128, 192, 256), lambda x, _: not x.bias_bytes or _ends_below(x), "hopper-forward.md#softmax-and-o",
               {"lazy": True}),
     FieldRule((64,), lambda x, _: _masks_queries(x), NO_SECTION, {"sums_by_thread": True}),
     FieldRule((32, 64, 256), _has_plain_tiles, "hopper-forward.md#softmax-and-o", {"sums_by_thread": True}),
-    FieldRule((128,), lambda x, t: x.has_window and _has_plain_tiles(x, t), "hopper-forward.md#softmax-and-o",
+    FieldRule((128, 192), lambda x, t: x.has_window and _has_plain_tiles(x, t), "hopper-forward.md#softmax-and-o",
               {"sums_by_thread": True}),
     FieldRule(WIDTHS, lambda x, t: x.has_window or (x.has_mask and t.programs == 1), "hopper-forward.md#scheduling",
               {"dynamic": True}),
@@ -330,13 +333,24 @@ FORWARD_FIELDS: tuple[FieldRule[ForwardTiles], ...] = (
               "hopper-forward.md#causal-and-local-windows", {"skips_hidden": True}),
     FieldRule(WIDTHS, _stores_o_in_bias, "shared memory", {"o_in_bias": True}),
     FieldRule(WIDTHS, _stores_o_in_q, "shared memory", {"o_in_q": True}),
-    FieldRule((128,), _always, "hopper-forward.md#dropout", {"words_last": True}),
+    FieldRule((128, 192), _always, "hopper-forward.md#dropout", {"words_last": True}),
 )  # fmt: skip
+
+
+def panels(problem: Problem) -> int:
+    """Return the number of tiles, side by side, that Q and K of the forward come in.
+
+    Three of `PANEL` columns for heads of 129 to 192 dimensions with values of up to 128 (DeepSeek's MLA), which would
+    be padded to 256.
+    """
+    return 3 if 128 < problem.head_dim <= 3 * PANEL and padded(problem.value_dim) <= 128 else 1
 
 
 def forward_config(problem: Problem) -> ForwardConfig:
     """Return the forward's configuration."""
     x = Traits.of(problem)
+    if panels(problem) > 1:
+        x = replace(x, width=192)
     tiles = _first_tiles(FORWARD_TILES, x)
     return ForwardConfig(**tiles._asdict(), **_first_fields(FORWARD_FIELDS, x, tiles))
 
@@ -405,6 +419,19 @@ class BackwardConfig:
 def backward_width(problem: Problem) -> int:
     """Return the width of the backward's tiles of Q, K, V and dO."""
     return max(padded(problem.head_dim), padded(problem.value_dim))
+
+
+def value_width(problem: Problem) -> int:
+    """Return the width of the backward's tiles of V and dO: that of Q and K, but at 256 that of the values, at least
+    128."""
+    width = backward_width(problem)
+    return max(128, padded(problem.value_dim)) if width == 256 else width
+
+
+def columns_of_qk(problem: Problem) -> int:
+    """Return how many columns of the backward's tiles of Q and K the products take: 192 of 256, or all."""
+    width = backward_width(problem)
+    return 192 if width == 256 and problem.head_dim <= 192 else width
 
 
 def head_swizzle(problem: Problem, queries: int) -> int:

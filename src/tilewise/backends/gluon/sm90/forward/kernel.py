@@ -25,6 +25,7 @@ from tilewise.backends.gluon.pipeline import (
     Pipeline,
     fetch_tile_index,
     fill_at,
+    fill_panels,
     new_pipeline,
     new_pipeline_of_numbers,
     new_tiles,
@@ -96,8 +97,9 @@ class ForwardConstants(NamedTuple):
     """Compile-time constants of the kernel; every field is a gl.constexpr. For most see `config.ForwardConfig`."""
 
     BLOCK_N: Any
-    BLOCK_D: Any
+    BLOCK_D: Any  # columns of a panel of Q and K
     BLOCK_DV: Any
+    PANELS: Any  # tiles of Q and K side by side, see `config.panels`
     WARPGROUPS: Any
     Q_STAGES: Any
     STAGES: Any
@@ -189,15 +191,14 @@ def load(x, pipelines, terms, sizes, c):
         hk = tile.h // sizes.group
         for w in gl.static_range(c.WARPGROUPS):
             at = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, tile.row0 + 64 * w, c)
-            fill_at(
-                pipelines.q, slot_of(pipelines.q, t, w, c.WARPGROUPS), use_of(pipelines.q, t, c.WARPGROUPS), x.q, at
-            )
+            slot = slot_of(pipelines.q, t, w, c.WARPGROUPS)
+            fill_panels(pipelines.q, slot, use_of(pipelines.q, t, c.WARPGROUPS), x.q, at, c.PANELS)
         for i in range(tile.count):
             if c.DYNAMIC and i == tile.count - 1:  # not earlier: others may be done sooner
                 next_index = gl.num_programs(0) + fetch_tile_index(x.tile_count_semaphore)
             n0 = entry_at(i, tile, c).n * c.BLOCK_N
             at = box_of(tile.seq.first_key, tile.seq.keys, tile.b, hk, n0, c)
-            fill_at(pipelines.k, slot_of(pipelines.k, step), use_of(pipelines.k, step), x.k, at)
+            fill_panels(pipelines.k, slot_of(pipelines.k, step), use_of(pipelines.k, step), x.k, at, c.PANELS)
             if c.BIAS == "cols":
                 load_bias_of_keys(x, pipelines, slot_of(pipelines.k, step), tile, n0, terms, c)
             fill_at(pipelines.v, slot_of(pipelines.v, step), use_of(pipelines.v, step), x.v, at)
@@ -226,6 +227,32 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
         if entry.partial:
             s = masked(s, words, c)
     return s
+
+
+@gluon.jit
+def times_k(q, slots, slot, start, STARTS: gl.constexpr, c):
+    """Issue Q·Kᵀ, added to ``start`` with STARTS. q: with PANELS a tuple of them."""
+    if c.PANELS == 1:
+        k = slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
+        return warpgroup_mma(q, k.permute((1, 0)), start, use_acc=STARTS, is_async=True)
+    else:
+        s = start
+        for i in gl.static_range(c.PANELS):
+            k = slots.index(slot * c.PANELS + i).reshape([c.BLOCK_N, c.BLOCK_D])
+            s = warpgroup_mma(q[i], k.permute((1, 0)), s, use_acc=STARTS or i > 0, is_async=True)
+        return s
+
+
+@gluon.jit
+def panels_of(slots, slot, c):
+    """Return a warpgroup's queries in shared memory: a tile, or with PANELS a tuple of them."""
+    if c.PANELS == 1:
+        return slots.index(slot).reshape([64, c.BLOCK_D])
+    else:
+        found = ()
+        for i in gl.static_range(c.PANELS):
+            found = found + (slots.index(slot * c.PANELS + i).reshape([64, c.BLOCK_D]),)  # type: ignore[assignment]  # noqa: RUF005
+        return found
 
 
 @gluon.jit
@@ -271,8 +298,7 @@ def mma_one_n_block(
     warp_scheduler_barrier_sync(WARPGROUP)
     if c.TOEPLITZ == "line" and not BIASED:
         start = far_start(toeplitz, pipelines.columns, c)
-    k = pipelines.k.slots.index(k_slot).reshape([c.BLOCK_N, c.BLOCK_D])
-    s_pending = warpgroup_mma(q, k.permute((1, 0)), start, use_acc=STARTS, is_async=True)
+    s_pending = times_k(q, pipelines.k.slots, k_slot, start, STARTS, c)
     if not FIRST:
         wait_full(pipelines.v, v_slot, use_of(pipelines.v, step - 1))
         v = pipelines.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
@@ -410,7 +436,7 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     while tile_index < work_tile_count(x, sizes, c):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         slot = slot_of(pipelines.q, t, WARPGROUP, c.WARPGROUPS)
-        q_shared = pipelines.q.slots.index(slot).reshape([64, c.BLOCK_D])
+        q_shared = panels_of(pipelines.q.slots, slot, c)
         wait_full(pipelines.q, slot, use_of(pipelines.q, t, c.WARPGROUPS))
         if c.Q_IN_REGISTERS:
             q = q_shared.load(gl.DotOperandLayout(0, accumulator(64, c.BLOCK_N), 2))
@@ -555,6 +581,9 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         if c.O_IN_BIAS:
             stage = slot_for_o(pipelines, taken, c, WARPGROUP)
             taken += 1
+        elif c.O_IN_Q and c.PANELS > 1:
+            panel = pipelines.o.index(slot * c.PANELS)
+            stage = reinterpret(panel, x.o.dtype, x.o.block_type.shape, x.o.layout)
         else:
             stage = pipelines.o.index(slot if c.O_IN_Q else WARPGROUP)
         if not (c.O_IN_Q or c.O_IN_BIAS):
@@ -588,9 +617,9 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, ti
     of tiles.
     """
     x = ForwardOperands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
-    q_pipeline = new_pipeline(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1)
+    q_pipeline = new_pipeline(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1, PANELS=c.PANELS)
     OF_KEYS: gl.constexpr = c.BIAS == "cols"
-    k_pipeline = new_pipeline(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS, 2 if OF_KEYS else 1)
+    k_pipeline = new_pipeline(k, c.STAGES, c.BLOCK_N, c.BLOCK_D, c.WARPGROUPS, 2 if OF_KEYS else 1, c.PANELS)
     v_pipeline = new_pipeline(v, c.STAGES, c.BLOCK_N, c.BLOCK_DV, c.WARPGROUPS)
     bias_pipeline = Pipeline(ABSENT, ABSENT, ABSENT)
     if c.BIAS == "matrix":

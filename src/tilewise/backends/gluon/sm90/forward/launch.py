@@ -23,12 +23,14 @@ from tilewise.backends.gluon.scheduler import ForwardSizes
 from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.common.config import (
     L2_CACHE,
+    PANEL,
     ForwardConfig,
     band_of,
     forward_config,
     has_small_heads,
     most_registers,
     padded,
+    panels,
     scatters,
     sees_few,
 )
@@ -336,8 +338,9 @@ def _compiled(problem: Problem, config: ForwardConfig, dynamic: bool, documents:
     loops = config.peeled or range_["RANGE_LO"] or far["FAR_LO"] or far["FAR_HI"]
     values = ForwardConstants(
         BLOCK_N=config.block_n,
-        BLOCK_D=padded(problem.head_dim),
+        BLOCK_D=padded(problem.head_dim) if panels(problem) == 1 else PANEL,
         BLOCK_DV=padded(problem.value_dim),
+        PANELS=panels(problem),
         WARPGROUPS=config.warpgroups,
         Q_STAGES=config.q_stages,
         STAGES=config.stages,
