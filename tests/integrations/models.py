@@ -13,6 +13,11 @@ SMALL = {
 GQA = {"num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
            "shared_expert_intermediate_size": 16}  # fmt: skip
+GEMMA4 = SMALL | {"num_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512, "sliding_window": WINDOW,
+                  "vocab_size_per_layer_input": VOCAB}  # fmt: skip
+# Multi-head latent attention: 128 dimensions and 64 with positions for queries and keys, 128 for values. No experts.
+MLA = SMALL | {"num_key_value_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+               "kv_lora_rank": 16, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1}  # fmt: skip
 
 # kind: (name of the model, of its config, the config)
 KINDS = {
@@ -40,6 +45,16 @@ KINDS = {
     "gpt_oss": ("GptOssForCausalLM", "GptOssConfig",
                 SMALL | GQA | {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 2,
                                "layer_types": ["full_attention", "sliding_attention"]}),
+    # Of 31B: one projection for keys and values of the global layers, without embeddings of each layer.
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig",
+               GEMMA4 | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+                         "layer_types": ["sliding_attention", "full_attention"]}),
+    # Of E2B and E4B: such embeddings, and last layers that share the keys of earlier ones.
+    "gemma4 shared": ("Gemma4ForCausalLM", "Gemma4TextConfig",
+                      GEMMA4 | {"hidden_size_per_layer_input": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+                                "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", MLA | {"q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", MLA | {"q_lora_rank": 16}),
     "t5": ("T5ForConditionalGeneration", "T5Config",
            {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 32,
             "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 0}),
@@ -87,7 +102,8 @@ NO_SDPA = {"gemma2", "gpt_oss"}  # transformers' sdpa has no softcap, and no sin
 NO_LEFT_PADDING_IN_EAGER = {
     "llama4"
 }  # its eager mask hides other pairs than its sdpa mask where padding is on the left
-DECODERS = ["bert decoder", "gpt2", "llama", "mistral", "gemma2", "qwen2_moe", "llama4", "gpt_oss"]
+LARGE_HEADS = ["gemma4", "gemma4 shared", "deepseek_v2", "deepseek_v3"]
+DECODERS = ["bert decoder", "gpt2", "llama", "mistral", "gemma2", "qwen2_moe", "llama4", "gpt_oss", *LARGE_HEADS]
 
 
 def build(kind, implementation, **changes):
@@ -98,9 +114,11 @@ def build(kind, implementation, **changes):
     assert model.config._attn_implementation == implementation
     torch.manual_seed(0)
     with torch.no_grad():
-        for p in model.parameters():
+        for parameter, p in model.named_parameters():
             if p.dim() > 1:
                 p.normal_(std=0.3)  # as initialized, scores are so small that every attention is a mean
+            elif "gemma4" in kind and parameter.endswith("q_norm.weight"):
+                p.fill_(p.numel() ** -0.5)  # its scores are not scaled: with weights of 1 each query sees one key
     return model
 
 

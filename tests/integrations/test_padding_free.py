@@ -65,7 +65,7 @@ def rows(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "how"), [
-    (kind, how) for kind in ("llama", "mistral", "gemma2", "gpt_oss")
+    (kind, how) for kind in ("llama", "mistral", "gemma2", "gpt_oss", "gemma4", "deepseek_v3")
     for how in ("keywords and positions", "keywords", "positions", "positions and cache", "positions and mask")
 ])  # fmt: skip
 def test_losses_and_gradients_are_those_of_the_padded_batch(kind, how, rows):
@@ -78,10 +78,21 @@ def test_losses_and_gradients_are_those_of_the_padded_batch(kind, how, rows):
     ours = trained(model, batch, use_cache="cache" in how)
     assert [x["lengths"].cu_q.tolist() for x in rows] == [[0, 9, 10, 14, 27]] * 2
     assert all(x["longest"] == (13, 13) and x["causal"] for x in rows)
-    assert any(x["window"] is not None for x in rows) == (kind != "llama")
+    assert any(x["window"] is not None for x in rows) == (kind not in ("llama", "deepseek_v3"))
     same(ours, trained(model, padded()))
     reference = build(kind, "eager" if kind in NO_SDPA else "sdpa")
     same(ours, trained(reference, padded()))
+
+
+@pytest.mark.parametrize("how", ["keywords", "keywords and positions", "positions", "positions and cache"])
+def test_layers_that_share_keys(how):
+    """Those of Gemma 4, whose mask has five dimensions; where transformers itself reads the positions, four."""
+    batch = flat(return_flash_attn_kwargs="keywords" in how)
+    if how == "keywords":
+        del batch["position_ids"]
+    kind = "gemma4 shared"
+    ours = trained(build(kind, "tilewise"), batch, use_cache="cache" in how)
+    same(ours, trained(build(kind, "eager"), padded()))
 
 
 def test_several_rows_and_a_cache():

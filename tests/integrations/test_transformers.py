@@ -1,5 +1,6 @@
 """attn_implementation="tilewise" against transformers' own "eager" and "sdpa", on small random models of each kind."""
 
+import copy
 import logging
 
 import pytest
@@ -9,6 +10,7 @@ from memory_helpers import leftovers
 from models import (
     DECODERS,
     KINDS,
+    LARGE_HEADS,
     NO_LEFT_PADDING_IN_EAGER,
     NO_SDPA,
     VOCAB,
@@ -63,7 +65,7 @@ def test_outputs_and_gradients(kind, side, calls):
         (o * cotangent).sum().backward()
         results[implementation] = o.detach(), {name: p.grad for name, p in model.named_parameters()}
     o, gradients = results.pop("tilewise")
-    assert len(calls) == (6 if kind == "t5" else 2)
+    assert len(calls) == {"t5": 6, "gemma4 shared": 4}.get(kind, 2)
     assert any(g is not None and g.any() for g in gradients.values())
     for implementation, (expected, expected_gradients) in results.items():
         if implementation == "eager" and side == "left" and kind in NO_LEFT_PADDING_IN_EAGER:
@@ -96,17 +98,21 @@ def test_sinks_are_trained(calls):
 
 
 @pytest.mark.parametrize("side", [None, "right"])
-@pytest.mark.parametrize("kind", ["bert", "llama", "mistral", "gemma2", "t5"])
+@pytest.mark.parametrize("kind", ["bert", "llama", "mistral", "gemma2", "gemma4", "gemma4 shared", "deepseek_v3", "t5"])
 def test_no_square_mask(kind, side, calls):
     """Causality and windows stay numbers; padding is one row of keys."""
     run(build(kind, "tilewise"), kind, padding(side))
     for call in calls:
         assert call["mask"] is None if side is None else call["mask"].shape == (B, 1, 1, call["N"])
     causal = [call["causal"] for call in calls]
-    assert causal == {"bert": [False] * 2, "t5": [False] * 2 + [True, False] * 2}.get(kind, [True] * 2)
+    assert causal == {"bert": [False] * 2, "t5": [False] * 2 + [True, False] * 2}.get(kind, [True] * len(calls))
     windows = [call["window"] for call in calls]
     window = (WINDOW - 1, 0)
-    assert windows == {"mistral": [window] * 2, "gemma2": [None, window]}.get(kind, [None] * len(calls))
+    everything = None if side is None else (N - 1, 0)
+    assert windows == {
+        "mistral": [window] * 2, "gemma2": [None, window], "gemma4": [window, None],
+        "gemma4 shared": [window, everything] * 2,
+    }.get(kind, [None] * len(calls))  # fmt: skip
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -116,11 +122,38 @@ def test_generate(kind, cache, calls):
     options = {"attention_mask": padding("left"), "max_new_tokens": 9, "do_sample": False, "disable_compile": True}
     if cache == "static":
         options["cache_implementation"] = "static"
-    reference = "eager" if kind in NO_SDPA else "sdpa"
+    reference = "eager" if kind in {*NO_SDPA, *LARGE_HEADS} else "sdpa"
     ours, theirs = (build(kind, i).eval().generate(tokens(), **options) for i in ("tilewise", reference))
     assert len(calls) >= 2 * 9
     assert ours.tolist() == theirs.tolist()
     assert len(ours.unique()) > 3
+
+
+@pytest.mark.parametrize("kind", LARGE_HEADS)
+def test_generate_without_padding(kind, calls):
+    """Their masks are short forms then, with cached keys too."""
+    options = {"max_new_tokens": 9, "do_sample": False}
+    ours, theirs = (build(kind, i).eval().generate(tokens(), **options) for i in ("tilewise", "eager"))
+    assert all(call["mask"] is None for call in calls)
+    assert any(call["M"] == 1 < call["N"] for call in calls)
+    assert ours.tolist() == theirs.tolist()
+    assert len(ours.unique()) > 3
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("keep", [1, 3])
+def test_layers_that_crop_their_queries(keep, side, calls):
+    """Those of Gemma 4 that share keys compute the last queries alone, as many as the model returns."""
+    mask = padding(side)
+    with torch.no_grad():
+        ours, theirs = (
+            run(build("gemma4 shared", i).eval(), "gemma4 shared", mask, logits_to_keep=keep)
+            for i in ("tilewise", "eager")
+        )
+    assert [call["M"] for call in calls] == [N, N, keep, keep]
+    assert ours.shape == (B, keep, VOCAB)
+    seen = slice(1, None) if side == "right" else slice(None)  # the first row's last tokens are padding
+    close(ours[seen], theirs[seen])
 
 
 @pytest.mark.parametrize("side", [None, "left"])
@@ -317,6 +350,8 @@ def test_short_forms_say_what_the_full_mask_says(pattern, padded):
     config = transformers.PreTrainedConfig()
     for name, value in fields.items():
         setattr(config, name, value)
+    cropping = copy.copy(config)  # layers that crop the queries of a mask, see `test_layers_that_crop_their_queries`
+    cropping.model_type, cropping.num_kv_shared_layers = "gemma4_text", 1
     short_forms = 0
     for M in (1, 2, 6, 13):
         for q_offset in (0, 3, 9):
@@ -341,6 +376,12 @@ def test_short_forms_say_what_the_full_mask_says(pattern, padded):
                     assert torch.equal(again, ours)
                 full = integration.attention_mask(**arguments, config=config, allow_is_causal_skip=False)
                 assert torch.equal(full, theirs)
+                croppable = integration.attention_mask(**arguments, config=cropping)
+                for last in (1, M):
+                    cropped = None if croppable is None else croppable[:, :, -last:, :]
+                    cropped = cropped[:, 0, 0] if cropped is not None and cropped.dim() == 5 else cropped
+                    assert torch.equal(written_out(cropped, B, last, length), theirs[:, :, -last:])
+                assert (croppable is None or croppable.dim() == 5) == (ours is None or ours.dim() < 4)
     # of 12 cases each with all keys and with a sliding cache; a padded sliding cache needs kv_offset == 0, or a window
     expected = {"causal": 24, "window": 24, "wide window": 24}
     assert short_forms >= expected.get(pattern, 0) * (0.6 if padded else 1)

@@ -40,6 +40,9 @@ in each layer:
                        row, expanded without memory; only their number counts
     int32 (L, S + 1) or (W, L, S + 1)
                        S sequences end to end, causal, and within a window of W: where each begins, see `packed`
+    bool (B|1, 1, 1, W, N|1)
+                       the third form, for Gemma 4 with layers that share keys: it crops the queries of a mask of four
+                       dimensions to the last ones, which leaves this one as it is. W = N without a window
     (B, 1|H, 1|M, N)   the complete mask, causality and window included: bool, True = attend, or floating, added
 
 In all but the last, causality and window stay numbers: no (M, N) mask is made, and tiles that they hide are skipped.
@@ -102,6 +105,8 @@ _UNSUPPORTED = {
 
 # Models whose layers crop a mask of four dimensions to the keys: they get this form.
 _CROP_THE_MASK = {"pix2struct_text_model"}
+# Models that crop the queries of a mask, which they index by four dimensions, before their layers that share keys.
+_CROP_THE_QUERIES = {"gemma4_text", "gemma4_unified_text"}
 # Models that convert the mask, which must not be None.
 _CONVERT_THE_MASK = {"mpt"}
 
@@ -194,7 +199,7 @@ def attention_forward(
         module: the layer; its ``is_causal`` counts if the argument is None.
         query: (B, H, M, D). key, value: (B, Hkv, N, D) and (B, Hkv, N, Dv). A batch of 1 is broadcast. Under autocast
             all three are cast to its dtype.
-        attention_mask: in one of the five forms of the module's docstring.
+        attention_mask: in one of the six forms of the module's docstring.
         dropout: in training mode, of the probabilities: ``dropout_p`` of `tilewise.attention`, with a seed from torch's
             generator.
         scaling: multiplies ``query @ key.mT``; default ``1 / sqrt(D)``.
@@ -217,6 +222,8 @@ def attention_forward(
         ValueError: sinks of another shape, or together with s_aux.
     """
     _check(kwargs)
+    if attention_mask is not None and attention_mask.dim() == 5:
+        attention_mask = attention_mask[:, 0, 0]
     batch = max(query.shape[0], key.shape[0])
     query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
 
@@ -292,7 +299,7 @@ def attention_mask(
     config: object = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask of one kind of layer for AttentionMaskInterface, in the smallest of the module's five forms.
+    """Return the mask of one kind of layer for AttentionMaskInterface, in the smallest of the module's six forms.
 
     Args:
         batch_size: B. q_length: M. kv_length: N.
@@ -320,7 +327,8 @@ def attention_mask(
         return None if padding is None else padding[:, None, None, :]
 
     model_type = getattr(config, "model_type", None)
-    if padding is None and model_type not in _CROP_THE_MASK | _CONVERT_THE_MASK:
+    crops = model_type in _CROP_THE_QUERIES and getattr(config, "num_kv_shared_layers", 0) > 0
+    if padding is None and not crops and model_type not in _CROP_THE_MASK | _CONVERT_THE_MASK:
         form = packed.packed_form(mask_function, local_size)
         if form is not None:
             return form
@@ -332,10 +340,11 @@ def attention_mask(
         if (local_size is None or kv_offset + kv_length <= local_size) and (padding is None or kv_offset == 0):
             if padding is None and model_type in _CONVERT_THE_MASK:
                 return torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device"))
-            return padding
+            return _croppable(padding, kv_length) if crops else padding
         if local_size is not None and _is_window(local_size, config):
             rows = padding if padding is not None else torch.ones(1, 1, dtype=torch.bool, device=kwargs.get("device"))
-            return rows[:, None, :].expand(-1, local_size, -1)
+            rows = rows[:, None, :].expand(-1, local_size, -1)
+            return _croppable(rows, kv_length) if crops else rows
 
     return sdpa_mask(
         batch_size=batch_size,
@@ -350,6 +359,13 @@ def attention_mask(
         allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         **kwargs,
     )
+
+
+def _croppable(short: Tensor | None, kv_length: int) -> Tensor | None:
+    """Return the second or third form of a mask in five dimensions, which ``mask[:, :, -M:, :]`` leaves as it is."""
+    if short is not None and short.dim() == 2:
+        short = short[:, None, :].expand(-1, kv_length, -1)
+    return None if short is None else short[:, None, None]
 
 
 # Methods of PreTrainedModel that `register` replaced, and dictionaries of attention classes with an added entry.
