@@ -112,6 +112,12 @@ def build(kind, implementation, **changes):
     torch.manual_seed(0)  # vectors stay as they are made: sinks
     model = getattr(transformers, name)._from_config(config, attn_implementation=implementation)
     assert model.config._attn_implementation == implementation
+    moderate(model, kind)
+    return model
+
+
+def moderate(model, kind):
+    """Make matrices so large that queries tell keys apart, and see more than one."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter, p in model.named_parameters():
@@ -119,7 +125,6 @@ def build(kind, implementation, **changes):
                 p.normal_(std=0.3)  # as initialized, scores are so small that every attention is a mean
             elif "gemma4" in kind and parameter.endswith("q_norm.weight"):
                 p.fill_(p.numel() ** -0.5)  # its scores are not scaled: with weights of 1 each query sees one key
-    return model
 
 
 def implementations(kind):

@@ -95,6 +95,14 @@ def test_layers_that_share_keys(how):
     same(ours, trained(build(kind, "eager"), padded()))
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_layers_that_share_keys_refuse_the_last_queries_of_a_packed_batch(use_cache):
+    batch = flat(return_flash_attn_kwargs=True)
+    del batch["labels"]
+    with pytest.raises(ValueError, match="logits_to_keep: expected 0 beside cu_seq_lens_q"):
+        build("gemma4 shared", "tilewise")(**batch, logits_to_keep=2, use_cache=use_cache)
+
+
 def test_several_rows_and_a_cache():
     """In several rows positions count where transformers itself looks at them, without a cache and a mask. Keywords
     count always."""

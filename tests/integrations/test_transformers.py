@@ -9,10 +9,12 @@ import transformers
 from memory_helpers import leftovers
 from models import (
     DECODERS,
+    GQA,
     KINDS,
     LARGE_HEADS,
     NO_LEFT_PADDING_IN_EAGER,
     NO_SDPA,
+    SMALL,
     VOCAB,
     WINDOW,
     B,
@@ -20,6 +22,7 @@ from models import (
     build,
     close,
     implementations,
+    moderate,
     padding,
     real,
     run,
@@ -154,6 +157,28 @@ def test_layers_that_crop_their_queries(keep, side, calls):
     assert ours.shape == (B, keep, VOCAB)
     seen = slice(1, None) if side == "right" else slice(None)  # the first row's last tokens are padding
     close(ours[seen], theirs[seen])
+
+
+@pytest.mark.parametrize("bidirectional", [None, "vision"])
+def test_gemma4_beside_its_encoders(bidirectional, calls):
+    """The audio encoder computes its attention by itself. The tokens of an image may see each other in a window."""
+    vision = SMALL | GQA | {"num_attention_heads": 2, "num_hidden_layers": 1}
+    audio = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = KINDS["gemma4 shared"][2] | {"use_bidirectional_attention": bidirectional}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=audio)
+    of_images = torch.zeros(B, N, dtype=torch.long)
+    of_images[:, 5:8] = 1
+    inputs = {"attention_mask": padding("left"), "mm_token_type_ids": of_images}
+    results = []
+    for implementation in ("eager", {"text_config": "tilewise"}):
+        model = transformers.Gemma4ForConditionalGeneration._from_config(config, attn_implementation=implementation)
+        moderate(model.eval(), "gemma4")
+        generated = model.generate(tokens(), **inputs, max_new_tokens=4, do_sample=False)
+        results.append((real(None, inputs["attention_mask"], model(tokens(), **inputs).logits), generated))
+    (theirs, their_tokens), (ours, our_tokens) = results
+    assert len(calls) == 4 * 5
+    close(ours, theirs)
+    assert our_tokens.tolist() == their_tokens.tolist()
 
 
 @pytest.mark.parametrize("side", [None, "left"])

@@ -60,10 +60,12 @@ sequences are given by
                        they count if there is neither a cache (use_cache=False) nor an attention_mask
 
 Positions are ignored if the cache holds earlier keys, in cross attention, and with a mask of four dimensions, as chunks
-and static caches need: pass the keywords there.
+and static caches need: pass the keywords there. Layers of Gemma 4 that share keys and compute only the
+last queries (``logits_to_keep``) ignore them too, and refuse the keywords.
 
-With a position bias, padding or a mask of four dimensions a mask of (M, N) is made nevertheless. In a graph, of
-torch.compile or of CUDA, positions become a `tilewise.TileMask`, or if transformers itself reads them, such a mask.
+With a position bias, padding or a mask of four dimensions a mask of (M, N) is made nevertheless; also for Gemma 4 with
+layers that share keys, if transformers itself reads positions. In a graph, of torch.compile or of CUDA, positions
+become a `tilewise.TileMask`, or if transformers itself reads them, such a mask.
 """
 
 from __future__ import annotations
@@ -219,7 +221,8 @@ def attention_forward(
 
     Raises:
         NotImplementedError: an argument that changes the result and is not supported.
-        ValueError: sinks of another shape, or together with s_aux.
+        ValueError: sinks of another shape, or together with s_aux; a packed batch of which a layer that shares keys has
+            the last queries alone.
     """
     _check(kwargs)
     if attention_mask is not None and attention_mask.dim() == 5:
@@ -239,6 +242,10 @@ def attention_forward(
 
     causal, window, mask, bias = False, None, None, position_bias
     sequences, positions = packed.sequences_of(attention_mask, kwargs), None
+    if sequences is not None and getattr(module, "is_kv_shared_layer", False):
+        all_queries = kwargs.get("position_ids")  # Gemma 4 crops the queries, and not their positions
+        if all_queries is not None and query.shape[2] < all_queries.shape[-1]:
+            raise ValueError("logits_to_keep: expected 0 beside cu_seq_lens_q, for a model whose layers share keys")
     if sequences is None:
         positions = packed.positions_of(module, attention_mask, kwargs, (batch, query.shape[2], key.shape[2]))
     if positions is not None and not is_tracing(positions):
