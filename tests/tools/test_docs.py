@@ -166,6 +166,27 @@ def test_examples_run(name, capsys):
         assert promised == capsys.readouterr().out.splitlines()[:1]
 
 
+def test_absorbed_attention_is_latent_attention():
+    """The recipe's output and gradients are those of keys and values of each head."""
+    text = TEXTS[REPOSITORY / "docs" / "recipes.md"]
+    names = {"torch": torch, "tilewise": tilewise, "B": 2, "H": 3, "N": 20}
+    torch.manual_seed(0)
+    exec(re.search(r"^## DeepSeek.*?```python\n(.*?)```", text, re.DOTALL | re.MULTILINE)[1], names)
+    leaves = [names[name] for name in ("q_nope", "q_rope", "cache", "w_k", "w_v")]
+    q_nope, q_rope, cache, w_k, w_v = exact = [x.detach().double().requires_grad_() for x in leaves]
+    c, rope = cache.split([512, 64], -1)
+    q, k = torch.cat([q_nope, q_rope], -1), torch.cat([c @ w_k.mT, rope.expand(-1, 3, -1, -1)], -1)
+    scores = (q @ k.mT / 192**0.5).masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
+    o = scores.softmax(-1) @ (c @ w_v.mT)
+    o.square().sum().backward()
+    for x, expected in (
+        (names["o"].detach(), o.detach()),
+        *((x.grad, y.grad) for x, y in zip(leaves, exact, strict=True)),
+    ):
+        error = (x - expected).abs().max() / expected.abs().max()
+        assert error < 1e-5
+
+
 API = re.findall(r"^::: ([\w.]+)$", "\n".join(text for path, text in TEXTS.items() if path.parent.name == "api"), re.M)
 
 
