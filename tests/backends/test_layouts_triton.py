@@ -9,6 +9,8 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from tilewise.layouts import (
     Major,
     Operand,
     SwizzleMode,
+    TensorMemoryOperand,
     default_swizzle,
     nvmma_shared_layout,
 )
@@ -167,6 +170,119 @@ def test_bad_tiles():
         nvmma_shared_layout((64, 64), "fp4")
     with pytest.raises(LayoutError, match="must be False for 3 dimensions"):
         nvmma_shared_layout((2, 64, 64), "bf16", transposed=True)
+
+
+# Operand A in tensor memory
+
+TENSOR_MEMORY_CHILD = """
+import json, sys
+from triton._C.libtriton import gluon_ir, ir
+from triton.experimental.gluon.language.nvidia.blackwell import TensorMemoryLayout
+
+context = ir.context()
+ir.load_dialects(context)
+builder = gluon_ir.GluonOpBuilder(context)
+answers = []
+for rows, k in json.load(sys.stdin):
+    linear = builder.to_linear_layout(TensorMemoryLayout((rows, k), 1)._to_ir(builder), [rows, k])
+    answers.append([linear.rows, linear.cols])
+print(json.dumps(answers))
+"""
+
+
+@JUDGES
+def test_gluon_has_the_same_layout_of_tensor_memory():
+    """Of a tile of one instruction's M and any K, packed, which is what Triton asks of A."""
+    shapes = [(rows, k) for rows in (64, 128) for k in (32, 64, 128, 256)]
+    answers = json.loads(python("-c", TENSOR_MEMORY_CHILD, input=json.dumps(shapes)).stdout)
+    for (rows, k), (lanes, elements) in zip(shapes, answers, strict=True):
+        theirs = LinearLayout.of({"row": lanes, "col": elements}, {"dim0": rows, "dim1": k})
+        for bits in (8, 16, 32):  # Gluon counts elements, of any number of bits
+            assert TensorMemoryOperand((rows, k), bits).linear() == theirs, f"{rows} x {k}"
+
+
+THREADS = torch.arange(128)
+# Lane of a warp's 32 and column of register r, in thread t of a warp: PTX's matrix fragments of tcgen05.st.
+FRAGMENTS = {
+    "32x32b": lambda t, r: (t, r),
+    "16x64b": lambda t, r: (t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * r),
+}
+
+
+def permuted(x, y, selector):
+    """PTX's prmt: four of the eight bytes of x and y."""
+    octets = [word >> 8 * place & 255 for word in (x, y) for place in range(4)]
+    return sum(octets[int(selector[0]) >> 4 * place & 7] << 8 * place for place in range(4))
+
+
+FUNCTIONS = {
+    "add": lambda x, y: x + y, "and": lambda x, y: x & y, "or": lambda x, y: x | y, "xor": lambda x, y: x ^ y,
+    "shl": lambda x, y: x << y, "shr": lambda x, y: x >> y, "bfe": lambda x, y, z: x >> y & (1 << z) - 1,
+    "cvt": lambda x: x, "shfl": lambda x, lane, *_: x[THREADS // 32 * 32 + lane], "prmt": permuted,
+}  # fmt: skip
+
+
+def first_store(ptx):
+    """(shape, address less the operand's, registers) of the first tcgen05.st, with a number for each of 128 threads.
+
+    A small interpreter of straight PTX: 32-bit integers, the operand at address 0.
+    """
+    values = {}
+
+    def read(word):
+        return values[word] if word in values else torch.full((128,), int(word.rstrip("U"), 0))
+
+    for line in ptx.splitlines():
+        line = line.split("//")[0].strip()
+        if store := re.search(r"tcgen05\.st\.\S*?\.(\w+)\.x\d+\.b32 \[(\S+) \+ 0\], \{(.*)\}", line):
+            return store[1], values[store[2]], [read(word) for word in store[3].split(", ")]
+        if not (parts := re.match(r"([a-z]+)\.(\S+)\s+(.*);", line)):
+            continue
+        name, kind, words = parts[1], parts[2], re.findall(r"\{[^}]*\}|[^\s,]+", parts[3])
+        if words[-1] == "%tid.x":
+            values[words[0]] = THREADS
+        elif line.startswith("ld.shared.b32"):  # the address that tcgen05.alloc has written
+            values[words[0]] = 0 * THREADS
+        elif name == "mov" and words[1].startswith("{"):
+            low, high = map(read, words[1][1:-1].split(", "))
+            values[words[0]] = low | high << 16
+        elif name == "mov" and words[0].startswith("{"):
+            low, high = words[0][1:-1].split(", ")
+            values |= {low: read(words[1]) & 0xFFFF, high: read(words[1]) >> 16}
+        elif name == "mov" and kind == "b32" and re.fullmatch(r"-?\d+", words[1]):
+            values[words[0]] = read(words[1])
+        elif name in FUNCTIONS and all(word in values or re.fullmatch(r"-?\w+", word) for word in words[1:]):
+            values[words[0]] = FUNCTIONS[name](*map(read, words[1:])) & (0xFFFF if "16" in kind[:3] else 0xFFFFFFFF)
+    raise AssertionError("nothing is stored into tensor memory")
+
+
+@JUDGES
+def test_kernels_for_blackwell_have_the_operand_there(tmp_path):
+    """Compiled, not run: what tcgen05.st writes, by PTX's fragments, and where tcgen05.mma reads A.
+
+    Every element of A is stored where the model has it, and the instructions along K begin at the model's addresses.
+    """
+    tiles = [TensorMemoryOperand((rows, 1024 // bits), bits) for rows in (64, 128) for bits in (8, 16, 32)]
+    cases = [(*a.shape, a.bits, what) for a in tiles for what in ("row", "column")]
+    child = Path(__file__).parents[1] / "tensor_memory_child.py"
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    answers = json.loads(python(child, input=json.dumps(cases), env=environment).stdout)
+    for (rows, k, bits, what), ptx in zip(cases, answers, strict=True):
+        a = TensorMemoryOperand((rows, k), bits)
+        shape, address, registers = first_store(ptx)
+        assert torch.equal(address, THREADS // 32 * 32 << 16)  # each warp has its own lanes
+        found = {}
+        for number, values in enumerate(registers):
+            for thread, value in enumerate(values.tolist()):
+                lane, column = FRAGMENTS[shape](thread % 32, number)
+                found[thread // 32 * 32 + lane, column] = value
+        assert 32 * len(found) == rows * k * bits
+        for m, element in itertools.product(range(rows), range(k)):
+            cell = a.cell(m, element)
+            value = found[cell.lane, cell.column] >> cell.bit & (1 << bits) - 1
+            assert value == (m if what == "row" else element), f"{a}: {what} {value} in place of {m, element}"
+        read = re.findall(r"tcgen05\.mma\.\S+ \[ %\w+ \+ 0 \], \[ %\w+ \+ (\d+) \]", ptx)
+        assert list(map(int, read)) == a.addresses()
 
 
 # The proof on the GPU, as far as it goes without one

@@ -12,12 +12,14 @@ from tilewise import layouts
 from tilewise.layouts import (
     Arch,
     AtomOrder,
+    Cell,
     Descriptor,
     LayoutError,
     Major,
     Operand,
     Role,
     SwizzleMode,
+    TensorMemoryOperand,
     element_addresses,
     element_bits,
     first_difference,
@@ -392,3 +394,70 @@ def test_needs_neither_torch_nor_triton():
 @pytest.mark.parametrize("public", layouts.__all__)
 def test_public_names_have_docstrings(public):
     assert getattr(layouts, public).__doc__
+
+
+# Operand A in tensor memory
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize(("rows", "lane"), [(128, 0), (64, 0), (64, 16)])
+def test_laws_of_tensor_memory(rows, lane, bits):
+    a = TensorMemoryOperand((rows, 3 * 256 // bits), bits, lane << 16 | 40)
+    assert (a.columns, a.allocation, a.depth) == (24, 32, 256 // bits)
+    cells = {(m, k): a.cell(m, k) for m, k in itertools.product(range(rows), range(a.shape[1]))}
+    assert len(set(cells.values())) == len(cells)
+    for (m, k), cell in cells.items():
+        assert a.coordinates(cell) == (m, k)
+        # 16 rows of a warp's 32 lanes with M = 64, all with M = 128; K fills a column from its lowest bit.
+        assert cell.lane == (m if rows == 128 else 32 * (m // 16) + m % 16 + lane)
+        assert 32 * (cell.column - 40) + cell.bit == bits * k
+    # What holds no element.
+    assert [a.coordinates(Cell(x, 40, 0)) is None for x in range(128)] == [
+        rows == 64 and x // 16 % 2 != lane // 16 for x in range(128)
+    ]
+    outside = [Cell(lane, 39, 0), Cell(lane, 64, 0), Cell(lane, 40, bits // 2), Cell(128, 40, 0), Cell(lane, 40, 32)]
+    assert all(a.coordinates(cell) is None for cell in outside)
+    # An instruction reads 32 bytes of K from its address on.
+    for number, address in enumerate(a.addresses()):
+        cell = a.cell(0, number * a.depth)
+        assert (cell.lane << 16 | cell.column, cell.bit) == (address, 0)
+    assert a.depth * len(a.addresses()) == a.shape[1]
+
+
+@pytest.mark.parametrize("bits", [8, 16, 32])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_the_linear_form_of_tensor_memory(rows, bits):
+    a = TensorMemoryOperand((rows, 64), bits)
+    linear = a.linear()
+    for m, k in itertools.product(range(rows), range(64)):
+        cell = a.cell(m, k)
+        assert linear(row=cell.lane, col=(32 * cell.column + cell.bit) // bits) == (m, k)
+    with pytest.raises(LayoutError, match="powers of two"):
+        TensorMemoryOperand((rows, 96), bits).linear()
+
+
+def test_the_example_of_tensor_memory():
+    assert TensorMemoryOperand((64, 64), 16).cell(17, 5) == Cell(lane=33, column=2, bit=16)
+    assert TensorMemoryOperand((128, 512), 16, 256).allocation == 256
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (((96, 64), 16), r"shape\[M\]: must be 64 or 128 in tensor memory, got 96"),
+        (((128, 24), 16), r"shape\[K\]: must be a multiple of 16, got 24"),
+        (((128, 64), 4), "bits: must be 8, 16 or 32 for tensor memory, got 4"),
+        (((128, 64), 16, 16 << 16), "address: must have lane 0 in its upper 16 bits, got 0x100000"),
+        (((64, 64), 16, 8 << 16), "address: must have lane 0 or 16 in its upper 16 bits, got 0x80000"),
+        (((128, 64), 16, 481), "address: must leave 32 of 512 columns, got 0x1e1"),
+        (((128, 0), 16), "two positive sizes"),
+    ],
+)
+def test_what_tensor_memory_does_not_hold(arguments, words):
+    with pytest.raises(LayoutError, match=words):
+        TensorMemoryOperand(*arguments)
+
+
+def test_elements_outside_of_tensor_memorys_tile():
+    with pytest.raises(LayoutError, match=r"element: must be inside the tile \(64, 64\), got \(64, 0\)"):
+        TensorMemoryOperand((64, 64), 16).cell(64, 0)

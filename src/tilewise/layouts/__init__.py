@@ -1,4 +1,4 @@
-"""Shared-memory layouts of tensor-core operands: computed, drawn, and written as in CuTe and Triton.
+"""Layouts of tensor-core operands in shared and tensor memory: computed, drawn, and written as in CuTe and Triton.
 
 Pure Python, without torch and triton. docs/layouts.md teaches the subject.
 
@@ -12,6 +12,7 @@ nvmma       the linear layouts of Gluon's NVMMASharedLayout
 checks      bank conflicts of an access; comparison of two layouts
 text        facts and drawings for a terminal
 figure      the drawing, as lines, boxes and words; svg and png write it, page is the interactive one
+tensor_memory, tensor_memory_views   operand A in tensor memory: lanes, columns, packing; its facts and drawings
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from tilewise.layouts.linear import LinearLayout
 from tilewise.layouts.mma import Arch, Descriptor, Instruction, Role, check, check_base, instructions
 from tilewise.layouts.nvmma import default_swizzle, nvmma_shared_layout
 from tilewise.layouts.operand import AtomOrder, LayoutError, Major, Operand, SwizzleMode, element_bits
+from tilewise.layouts.tensor_memory import Cell, TensorMemoryOperand
 
 __all__ = [
     "Access",
     "Arch",
     "AtomOrder",
+    "Cell",
     "ComposedLayout",
     "Descriptor",
     "Difference",
@@ -46,6 +49,7 @@ __all__ = [
     "Role",
     "Swizzle",
     "SwizzleMode",
+    "TensorMemoryOperand",
     "check",
     "check_base",
     "default_swizzle",

@@ -77,7 +77,7 @@ def figure(operand: Operand, share: Instruction) -> Scene:
     read = f"MN {share.mn}–{share.mn + share.rows - 1}, K {share.k}–{share.k + share.depth - 1}"
     add(Box(MARGIN, bottom + 22, 14, 14, "none", SHARE, 2.5))
     add(Words(MARGIN + 22, bottom + 34, f"read by one instruction of {share.descriptor.arch.value}: {read}", 12))
-    scene.width, scene.height = max(right, _end(strides)) + MARGIN, bottom + 54
+    scene.width, scene.height = max(right, end_of(strides)) + MARGIN, bottom + 54
     scene.shapes.insert(0, Box(0, 0, scene.width, scene.height, "#ffffff", "none"))
     return scene
 
@@ -95,14 +95,14 @@ def _strides(o: Operand) -> str:
     )
 
 
-def _heading(scene: Scene, x: float, y: float, text: str, note: str) -> float:
+def heading(scene: Scene, x: float, y: float, text: str, note: str) -> float:
     """Add two lines above a panel; return an estimate of their right end."""
     words = [Words(x, y - 38, text, 13, bold=True), Words(x, y - 22, note, 11, color=FAINT)]
     scene.shapes += words
-    return max(map(_end, words))
+    return max(map(end_of, words))
 
 
-def _end(words: Words) -> float:
+def end_of(words: Words) -> float:
     """Return an upper estimate of the right end of left-aligned words, because the font is unknown."""
     return words.x + (0.66 if words.bold else 0.6) * words.size * len(words.text)
 
@@ -113,7 +113,7 @@ def _tile(scene: Scene, share: Instruction, x: float, y: float) -> tuple[float, 
     width, height = (64, 22) if o.major is Major.K else (26, 44)
     rows, columns = min(o.grid[0], TILE[1] // height), min(o.grid[1], TILE[0] // width)
     cut = "" if (rows, columns) == o.grid else f", the first {rows} × {columns} of {o.grid[0]} × {o.grid[1]}"
-    words = _heading(scene, x, y, "The tile, MN down, K across", f"atoms, numbered in memory order{cut}")
+    words = heading(scene, x, y, "The tile, MN down, K across", f"atoms, numbered in memory order{cut}")
     for i in range(rows):
         for j in range(columns):
             number = o.byte_offset(i * o.atom_shape[0], j * o.atom_shape[1]) // o.atom_bytes
@@ -165,7 +165,7 @@ def _meant(scene: Scene, share: Instruction, atom: tuple[int, ...], x: float, y:
     o = share.operand
     units = o.swizzle.width // UNIT_BYTES
     note = "16-byte units along K" if o.major is Major.K else "16-byte units along MN"
-    words = _heading(scene, x, y, "One atom in the matrix", note)
+    words = heading(scene, x, y, "One atom in the matrix", note)
     for strided, unit, _, read in _units(share, atom):
         column, row = (unit, strided) if o.major is Major.K else (strided, unit)
         place = (x + column * CELL[0], y + row * CELL[1])
@@ -180,7 +180,7 @@ def _stored(scene: Scene, share: Instruction, atom: tuple[int, ...], x: float, y
     width = o.swizzle.width
     units = width // UNIT_BYTES
     base = o.byte_offset(*atom)
-    words = _heading(scene, x, y, f"Atom {base // o.atom_bytes} in memory", f"lines of {width} bytes, from byte {base}")
+    words = heading(scene, x, y, f"Atom {base // o.atom_bytes} in memory", f"lines of {width} bytes, from byte {base}")
     for line in range(LINES):
         label = str(base + line * width)
         scene.shapes.append(Words(x - 8, y + (line + 0.5) * CELL[1] + 4, label, 10, "end", FAINT))

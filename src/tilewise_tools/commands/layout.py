@@ -1,18 +1,31 @@
-"""``tilewise layout``: the shared-memory layout of a tensor-core operand, as text and pictures."""
+"""``tilewise layout``: the layout of a tensor-core operand in shared or tensor memory, as text and pictures."""
 
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tilewise.layouts import Arch, AtomOrder, LayoutError, Major, Operand, Role, SwizzleMode, element_bits, instructions
-from tilewise.layouts.figure import figure
+from tilewise.layouts import (
+    Arch,
+    AtomOrder,
+    LayoutError,
+    Major,
+    Operand,
+    Role,
+    SwizzleMode,
+    TensorMemoryOperand,
+    element_bits,
+    instructions,
+)
+from tilewise.layouts.figure import Scene, figure
 from tilewise.layouts.page import to_html
 from tilewise.layouts.png import write_png
 from tilewise.layouts.svg import to_svg
+from tilewise.layouts.tensor_memory_views import tensor_memory_drawing, tensor_memory_facts, tensor_memory_figure
 from tilewise.layouts.text import drawing, facts
 from tilewise_tools.commands.arguments import check_writable, choice, mistake, told, whole
 from tilewise_tools.commands.arguments import shape as parse_shape
@@ -20,6 +33,13 @@ from tilewise_tools.commands.spelling import dtype_name
 
 # The option behind each argument of `tilewise.layouts`.
 OPTIONS = {name: f"--{name}" for name in ("shape", "dtype", "swizzle", "major", "rows", "address", "element")}
+
+
+class Memory(StrEnum):
+    """Memory that holds the operand."""
+
+    SHARED = "shared"
+    TENSOR = "tensor"
 
 
 def command(
@@ -37,10 +57,18 @@ def command(
         str, typer.Option(help="sm_90 is Hopper (wgmma), sm_100 Blackwell (tcgen05).", metavar="sm_90|sm_100")
     ] = "sm_90",
     operand: Annotated[str, typer.Option(help="Operand of the product.", metavar="a|b")] = "a",
+    memory: Annotated[
+        str, typer.Option(help="Memory of the operand; tensor memory is for A on sm_100.", metavar="shared|tensor")
+    ] = "shared",
     rows: Annotated[
         str | None, typer.Option(help="M or N of one instruction. Default: the usual one.", metavar="NUMBER")
     ] = None,
-    address: Annotated[str, typer.Option(help="Address of the operand in shared memory.", metavar="BYTES")] = "0",
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Address of the operand: bytes, or in tensor memory 65536 x lane + column.", metavar="NUMBER"
+        ),
+    ] = "0",
     instruction: Annotated[
         str, typer.Option(help="Instruction whose share and descriptor are shown, from 0.", metavar="NUMBER")
     ] = "0",
@@ -49,10 +77,10 @@ def command(
     png: Annotated[Path | None, typer.Option(help="Draw the figure into this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page, one file.", metavar="FILE")] = None,
 ) -> None:
-    """Show the shared-memory layout of an operand.
+    """Show the layout of an operand in shared memory, or in tensor memory.
 
-    Prints atoms, SBO and LBO, descriptors, the linear layout and bank conflicts. Nothing runs: neither a
-    GPU nor PyTorch is needed. Output for sm_100 was not verified on hardware.
+    Prints atoms, SBO and LBO, descriptors, the linear layout and bank conflicts; in tensor memory lanes and columns.
+    Nothing runs: neither a GPU nor PyTorch is needed. Output for sm_100 was not verified on hardware.
 
     Example: tilewise layout --shape 128,256 --dtype bf16 --swizzle 128 --major k --arch sm_90 --svg layout.svg
     """
@@ -64,6 +92,19 @@ def command(
     height = None if rows is None else whole(rows, "--rows", 1)
     base, shown = whole(address, "--address", 0), whole(instruction, "--instruction", 0)
     role = choice(operand, "--operand", Role)
+    if choice(memory, "--memory", Memory) is Memory.TENSOR:
+        fixed: dict[str, tuple[str | Path | None, str | None]] = {
+            "--swizzle": (swizzle, "128"),
+            "--major": (major, "k"),
+            "--order": (order, "strided"),
+            "--arch": (arch, "sm_100"),
+            "--operand": (operand, "a"),
+            "--rows": (rows, None),
+            "--html": (html, None),
+        }
+        _check_tensor(fixed)
+        _tensor((size[0], size[1]), dtype, base, shown, place, svg, png)
+        return
     try:
         bits, mode = element_bits(dtype_name(dtype) or dtype), SwizzleMode.of(whole(swizzle, "--swizzle", 0))
         tile = Operand(
@@ -80,15 +121,48 @@ def command(
         typer.echo(line)
     if place is not None and offset is not None:
         typer.echo(f"\nelement {place} is at byte {offset}, address {base + offset:#x}")
-    if svg is not None:
-        svg.write_text(to_svg(figure(tile, share)), encoding="utf-8")
-        typer.echo(f"picture: {svg}")
-    if png is not None:
-        write_png(figure(tile, share), png)
-        typer.echo(f"picture: {png}")
+    _draw(figure(tile, share), svg, png)
     if html is not None:
         html.write_text(to_html(tile, shares, role, shown), encoding="utf-8")
         typer.echo(f"page: {html}")
+
+
+def _check_tensor(options: dict[str, tuple[str | Path | None, str | None]]) -> None:
+    """Raise a mistake for an option that tensor memory gives no choice; ``options``: value, and the one allowed."""
+    for option, (value, allowed) in options.items():
+        if value is not None and str(value).strip().lower() != allowed:
+            needed = "does not apply" if allowed is None else f"must be {allowed}"
+            raise mistake(option, f"{needed} with --memory tensor, got '{value}'")
+
+
+def _tensor(
+    shape: tuple[int, int], dtype: str, address: int, shown: int, place: tuple[int, ...] | None,
+    svg: Path | None, png: Path | None,
+) -> None:  # fmt: skip
+    """Show operand A in tensor memory."""
+    try:
+        tile = TensorMemoryOperand(shape, element_bits(dtype_name(dtype) or dtype), address)
+        cell = None if place is None else tile.cell(place[0], place[1])
+    except LayoutError as error:
+        raise _told(error, None) from None
+    if shown >= len(tile.addresses()):
+        raise mistake("--instruction", f"there are {len(tile.addresses())}, counted from 0, got {shown}")
+    for line in [*tensor_memory_facts(tile, shown), "", *tensor_memory_drawing(tile, shown)]:
+        typer.echo(line)
+    if cell is not None:
+        last = cell.bit + tile.bits - 1
+        typer.echo(f"\nelement {place} is in lane {cell.lane}, column {cell.column}, bits {cell.bit} to {last}")
+    _draw(tensor_memory_figure(tile, shown), svg, png)
+
+
+def _draw(scene: Scene, svg: Path | None, png: Path | None) -> None:
+    """Write the figure, and say where."""
+    if svg is not None:
+        svg.write_text(to_svg(scene), encoding="utf-8")
+        typer.echo(f"picture: {svg}")
+    if png is not None:
+        write_png(scene, png)
+        typer.echo(f"picture: {png}")
 
 
 def _told(error: LayoutError, rows: int | None) -> typer.BadParameter:
