@@ -10,10 +10,11 @@ import pytest
 from command_line import invoke, shown
 from processes import python
 
-from tilewise.layouts import Operand, Role, SwizzleMode, instructions
-from tilewise.layouts.figure import SHARE, Arrow, Box, Words, figure
+from tilewise.layouts import Operand, Role, SwizzleMode, TensorMemoryOperand, instructions
+from tilewise.layouts.figure import SHARE, TOP, UNIT_COLORS, Arrow, Box, Words, figure
 from tilewise.layouts.page import to_html
 from tilewise.layouts.svg import to_svg
+from tilewise.layouts.tensor_memory_views import BLOCK, tensor_memory_drawing, tensor_memory_facts, tensor_memory_figure
 from tilewise.layouts.text import drawing, facts
 
 USUAL = "--shape 128,256 --dtype bf16 --swizzle 128 --major k --arch sm_90"
@@ -161,10 +162,9 @@ def test_the_pictures_of_the_document_are_up_to_date():
     commands = re.findall(r"tilewise (layout .* --svg (docs/images/layout-\S+\.svg))", text)
     pictures = re.findall(r"\]\((images/layout-\S+\.svg)\)", text)
     assert sorted(f"docs/{picture}" for picture in pictures) == sorted(path for _, path in commands)
-    assert len(pictures) >= 3
+    assert len(pictures) >= 5
     for arguments, path in commands:
-        o, share = parsed(arguments)
-        assert (folder / path).read_text(encoding="utf-8") == to_svg(figure(o, share)), path
+        assert (folder / path).read_text(encoding="utf-8") == to_svg(scene(arguments)), path
 
 
 def test_the_code_of_the_document_runs():
@@ -173,14 +173,88 @@ def test_the_code_of_the_document_runs():
     exec(code, {})
 
 
-def parsed(arguments):
+def scene(arguments):
     options = dict(re.findall(r"--(\w+) (\S+)", arguments))
     shape = tuple(map(int, options["shape"].split(",")))
     bits = {"bf16": 16, "e4m3": 8}[options.get("dtype", "bf16")]
+    if options.get("memory") == "tensor":
+        return tensor_memory_figure(TensorMemoryOperand(shape, bits), int(options.get("instruction", 0)))
     o = Operand(
         shape, bits, int(options.get("swizzle", 128)), options.get("major", "k"), options.get("order", "strided")
     )
-    return o, shares_of(o)[int(options.get("instruction", 0))]
+    return figure(o, shares_of(o)[int(options.get("instruction", 0))])
+
+
+# Tensor memory
+
+
+def test_the_command_tells_lanes_and_columns():
+    result = command("--shape 64,64 --memory tensor --arch sm_100 --instruction 1", "--element", "17,5")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == "64 x 64, 16-bit, operand A in tensor memory"
+    for line in (
+        "lanes      row m is in lane m + 16·(m // 16)",
+        "columns    32 of 512, 2 elements in each, the first in the lowest bits",
+        "   row=16 -> (0, 0)",
+        "   row=32 -> (16, 0)",
+        "sm_100, tcgen05.mma (Blackwell, not verified on hardware): operand A in 4 instructions of 64 x 16",
+        "instruction 1 reads K 16 to 31 in columns 8 to 15; its address of A: 0x8",
+        "       16 ~ 31   .",
+        "       32 ~ 47   16 ~ 31",
+        "             8   16 17",
+        "            15   30 31",
+        "element (17, 5) is in lane 33, column 2, bits 16 to 31",
+    ):
+        assert line in lines, line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("", "--arch: must be sm_100 with --memory tensor, got 'sm_90'"),
+        ("--arch sm_100 --swizzle 64", "--swizzle: must be 128 with --memory tensor, got '64'"),
+        ("--arch sm_100 --operand b", "--operand: must be a with --memory tensor, got 'b'"),
+        ("--arch sm_100 --major mn", "--major: must be k with --memory tensor, got 'mn'"),
+        ("--arch sm_100 --html a.html", "--html: does not apply with --memory tensor, got 'a.html'"),
+        ("--arch sm_100 --dtype fp4", "--dtype: must have 8, 16 or 32 bits for tensor memory, got 4"),
+        ("--arch sm_100 --address 500", "--address: must leave 32 of 512 columns, got 0x1f4"),
+        ("--arch sm_100 --instruction 4", "--instruction: there are 4, counted from 0, got 4"),
+        ("--memory register", "--memory: must be one of shared, tensor, got 'register'"),
+    ],
+)
+def test_mistakes_in_tensor_memory(options, words):
+    chosen = "" if "--memory" in options else "--memory tensor"
+    result = command(f"--shape 128,64 {chosen} {options}")
+    assert result.exit_code == 2
+    assert words in shown(result.output)
+
+
+@pytest.mark.parametrize(("rows", "bits", "address"), [(128, 16, 0), (64, 16, 16 << 16), (64, 8, 32), (128, 32, 64)])
+def test_the_figure_has_the_rows_and_columns_where_they_are(rows, bits, address):
+    a = TensorMemoryOperand((rows, 1024 // bits), bits, address)
+    picture = tensor_memory_figure(a, 2)
+    assert all(0 <= s.x <= picture.width and 0 <= s.y <= picture.height for s in picture.shapes)
+    # Around the share in the tile, the blocks of lanes that it has, its columns of a lane, and in the legend.
+    assert sum(isinstance(s, Box) and s.stroke == SHARE for s in picture.shapes) == 1 + rows // 16 + 1 + 1
+    first = a.cell(0, 2 * a.depth)
+    words = [s for s in picture.shapes if isinstance(s, Words) and s.anchor == "middle"]
+    assert [int(s.text) for s in sorted(words, key=lambda s: (s.y, s.x))] == list(range(2 * a.depth, 3 * a.depth))
+    columns = [s.text for s in picture.shapes if isinstance(s, Words) and s.anchor == "end" and "–" not in s.text]
+    assert columns == [str(first.column + i) for i in range(8)]
+    # A block of lanes has the color of its rows.
+    tops = {y: lane for lane in range(0, 128, 16) for y in [TOP + 36 + lane // 16 * BLOCK[1]]}
+    edge = next(s.x for s in picture.shapes if isinstance(s, Words) and s.text == "Tensor memory, lanes down")
+    found = {tops[s.y]: s.fill for s in picture.shapes if isinstance(s, Box) and (s.x, s.stroke) == (edge, "#ffffff")}
+    expected = {a.cell(m, 0).lane: UNIT_COLORS[m // 16] for m in range(0, rows, 16)}
+    assert found == dict.fromkeys(range(0, 128, 16), "#f8fafc") | expected
+
+
+def test_the_text_of_tensor_memory_without_a_linear_layout():
+    a = TensorMemoryOperand((64, 96), 8, 16 << 16)
+    assert "no linear layout over F2: K is no power of two" in tensor_memory_facts(a)
+    assert "lanes      row m is in lane m + 16·(m // 16) + 16" in tensor_memory_facts(a)
+    assert "       48 ~ 63   16 ~ 31" in tensor_memory_drawing(a)
 
 
 # The page
