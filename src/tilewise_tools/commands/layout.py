@@ -77,7 +77,7 @@ def command(
     png: Annotated[Path | None, typer.Option(help="Draw the figure into this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an interactive page, one file.", metavar="FILE")] = None,
 ) -> None:
-    """Show the layout of an operand in shared memory, or in tensor memory.
+    """Show the layout of an operand in shared or tensor memory.
 
     Prints atoms, SBO and LBO, descriptors, the linear layout and bank conflicts; in tensor memory lanes and columns.
     Nothing runs: neither a GPU nor PyTorch is needed. Output for sm_100 was not verified on hardware.
