@@ -137,7 +137,7 @@ class TensorMemoryOperand:
         return [self.address + column for column in range(0, self.columns, STEP)]
 
     def linear(self) -> LinearLayout:
-        """Return Triton's linear layout of the operand, as of its `TensorMemoryLayout` with col_stride 1.
+        """Return Triton's linear layout of the operand, as of Gluon's ``TensorMemoryLayout((M, K), 1)``.
 
         Its inputs are ``row``, a lane, and ``col``, an element in it: the column of 32 bits is col · bits // 32. Its
         outputs are dim0 = m and dim1 = k. With M = 64 the basis of the unused lanes is (0, 0). Lanes and columns are
