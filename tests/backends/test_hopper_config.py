@@ -39,9 +39,13 @@ def test_sources_of_rules_are_sections(table):
     assert [(page, section) for page, section in named if section not in sections(page)] == []
 
 
-@pytest.mark.parametrize("table", [tables.FORWARD_TILES, tables.BACKWARD_TILES], ids=["forward", "backward"])
-def test_each_width_has_tiles_without_a_condition(table):
-    assert {width for rule in table if rule.when is tables._always for width in rule.widths} == set(tables.WIDTHS)
+@pytest.mark.parametrize(
+    ("table", "widths"),
+    [(tables.FORWARD_TILES, tables.WIDTHS), (tables.BACKWARD_TILES, tables.BACKWARD_WIDTHS)],
+    ids=["forward", "backward"],
+)
+def test_each_width_has_tiles_without_a_condition(table, widths):
+    assert {width for rule in table if rule.when is tables._always for width in rule.widths} == set(widths)
 
 
 def of(scale, dtype, **changes):

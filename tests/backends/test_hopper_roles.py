@@ -169,7 +169,7 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
         "release": lambda pipeline, slot: roles.arrive(pipeline.empty.index(slot), 1),
         "wait_full": lambda pipeline, slot, use: roles.wait(pipeline.full.index(slot), use % 2),
         "tma": SimpleNamespace(store_wait=lambda _: None),
-        "tma_add": lambda _, place, slot: added.append((place[0], slot.value)),
+        "add_part": lambda _, slot, place, *__: added.append((place, slot.value)),
         "tma_store": tma_store,
         "as_threads_hold_it": lambda dq, _: dq,
         "place_of_part": lambda tile, part, c: tile * c.DQ_PARTS + part,
@@ -202,7 +202,8 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
     c = SimpleNamespace(
         DQ_BY_TMA=by_tma, ORDERED=ordered, DEFERRED_RELEASE=later, DQ_PARTS=parts, DBIAS="reduce" if dbias_tiles else
         "none", DYNAMIC=dynamic, KEY_STAGES=key_stages, VALUE_STAGES=value_stages, GROUP_PROGRAMS=1, MASK=False,
-        BLOCK_M=64, BLOCK_N=64, WARPS=8, PACKED=False, DQ_STORED=False, ZEROES_DBIAS=False, UNDERFLOWS=False,
+        BLOCK_M=64, BLOCK_N=64, BLOCK_D=128, COLS_OF_QK=128, WARPS=8, PACKED=False, DQ_STORED=False,
+        ZEROES_DBIAS=False, UNDERFLOWS=False,
     )  # fmt: skip
     sizes = SimpleNamespace(group=group, kv_heads=work_tiles, row_tiles=entries, queries=64 * entries, keys=64)
     terms = SimpleNamespace(lo=0, hi=0)

@@ -338,8 +338,9 @@ def release_part(dq, x, dq_pipeline, tile_of_head, step, PART: gl.constexpr, ter
         flat = as_threads_hold_it(dq, c.WARPS)
         mbarrier.wait(dq_pipeline.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
         slot = dq_pipeline.slots.index(0)
-        if flat.shape[0] < slot.shape[0]:
-            slot = slot.slice(0, flat.shape[0], 0)
+        WIDTH: gl.constexpr = width_of_part(PART, c.DQ_PARTS, c.BLOCK_D, c.COLS_OF_QK)
+        if c.DQ_PARTS * WIDTH < c.BLOCK_D:
+            slot = slot.slice(0, c.BLOCK_M * WIDTH // DQ_COLS, 0)
         slot.store(flat)
     else:
         flat = as_threads_hold_it(dq, c.WARPS)

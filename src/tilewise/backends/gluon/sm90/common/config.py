@@ -28,7 +28,8 @@ ELEMENTS = 3  # batch elements per program of the backward, see `is_batched`
 BATCHED_FROM = 128  # the fewest queries, and keys
 MOST_PROGRAMS = 8  # programs of a group that shares a bias, at most; see dbias_reduce
 L2_CACHE = 32 * 1024**2  # bytes, of 50 MiB, that are still cached when the next program reads them
-WIDTHS = (32, 64, 128, 192, 256)  # all widths of tiles, see `backward_width`; 192: the forward's in three panels
+BACKWARD_WIDTHS = (32, 64, 128, 256)  # of tiles, see `backward_width`
+WIDTHS = (*BACKWARD_WIDTHS, 192)  # and of the forward's in three panels
 PANEL = 64  # columns of a panel: 128 bytes, one swizzle
 NO_SECTION = "not in the notebook"
 
