@@ -44,7 +44,9 @@ def read_group_rows(x, at, row_end, sizes, c):
     if c.BY_BLOCKS:
         rows, first = tl.arange(0, c.BLOCK_M), at.b * 0
         end = tl.where(tl.reshape(at.rows, [c.BLOCK_M]) < row_end, c.BLOCK_M, 0)
-        return Blocks(Strided(group_rows(x, at), 0, 0, 0, x.stride3), first, first, first, rows, end)
+        return loaded_blocks(
+            Blocks(Strided(group_rows(x, at), 0, 0, 0, x.stride3), first, first, first, rows, end), sizes, c
+        )
     else:
         return load_group_rows(x, at, row_end, sizes, c)
 
@@ -59,8 +61,15 @@ def load_block(rows, i, DIM: tl.constexpr, sizes, c):
 
 @triton.jit
 def read_queries(x, b, h, m0, sizes, c):
-    """Return a tile of queries like `read_rows`, with QUERIES_STAY a tuple of all blocks, which are loaded here."""
-    rows = read_rows(x, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c)
+    """Return a tile of queries like `read_rows`, see `loaded_blocks`."""
+    return loaded_blocks(
+        read_rows(x, b, h, m0, c.BLOCK_M, sizes.queries, "head", c.TMA, c.RAGGED_M, sizes, c), sizes, c
+    )
+
+
+@triton.jit
+def loaded_blocks(rows, sizes, c):
+    """Load all blocks of queries with QUERIES_STAY, as a tuple; else return ``rows`` as they are."""
     if c.QUERIES_STAY:
         found = ()
         for i in tl.static_range(c.D_BLOCKS):

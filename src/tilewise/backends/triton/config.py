@@ -83,8 +83,8 @@ def columns(problem: Problem, tma: bool, forward: bool = True) -> Columns:
 
     In a Hopper forward with rows by pointers at least one 128-byte swizzle, see `second_walk_stages`. Blocks have at
     least that in any case, and 64 or 128 columns, whichever needs less padding. Per program the forward computes one
-    block of up to 256 columns of O, the backward up to 256 columns each of dQ, dK and dV; on Hopper by TMA and
-    without a bias up to 320, so that heads of 576 take two programs for each tile of rows, not three.
+    block of up to 256 columns of O, or of few queries 512, the backward up to 256 columns each of dQ, dK and dV; on
+    Hopper by TMA and without a bias up to 320, so that heads of 576 take two programs for each tile of rows, not three.
     """
     d, dv = problem.head_dim, problem.value_dim
     if not by_blocks(problem):
@@ -93,7 +93,7 @@ def columns(problem: Problem, tma: bool, forward: bool = True) -> Columns:
     block_d, block_dv = (64 if 0 < dim % 128 <= 64 else 128 for dim in (d, dv))
     d_blocks = -(-d // block_d)
     if forward:
-        block_dv = min(max(padded(dv), 64), MOST_COLUMNS)
+        block_dv = min(max(padded(dv), 64), 2 * MOST_COLUMNS if _holds_wide_sums(problem) else MOST_COLUMNS)
         tiles = -(-dv // block_dv)
         return Columns(block_d, block_dv, d_blocks, tiles, tiles=tiles)
     dv_blocks = -(-dv // block_dv)
@@ -101,6 +101,12 @@ def columns(problem: Problem, tma: bool, forward: bool = True) -> Columns:
     most = 320 if tma and _hopper(problem) and problem.dtype.itemsize == 2 and not added else MOST_COLUMNS
     tiles = max(-(-d_blocks * block_d // most), -(-dv_blocks * block_dv // most))
     return Columns(block_d, block_dv, d_blocks, dv_blocks, -(-d_blocks // tiles), -(-dv_blocks // tiles), tiles)
+
+
+def _holds_wide_sums(problem: Problem) -> bool:
+    """True if the registers hold 512 columns of O: of few queries in 16 bits; of more than 16 rows without a bias."""
+    has_rows = problem.queries * problem.group <= 16 or (problem.bias is None and problem.parts is None)
+    return problem.few_queries and problem.dtype.itemsize == 2 and has_rows
 
 
 def by_blocks(problem: Problem) -> bool:
@@ -203,8 +209,13 @@ def _few_queries_config(problem: Problem) -> TritonConfig:
     On Hopper one program per multiprocessor with four stages of 32 KiB achieves this. With more than 16 rows a program
     would wait for mma.sync, so they use wgmma with 64 rows, which reads all stages from shared memory.
     """
-    d = min(max(padded(problem.head_dim), padded(problem.value_dim)), MOST_COLUMNS)
     size = problem.dtype.itemsize
+    if by_blocks(problem):
+        c = columns(problem, False)
+        d, pair_of_rows = max(c.d_blocks * c.block_d, c.block_dv), (c.d_blocks * c.block_d + c.block_dv) * size
+    else:
+        d = max(padded(problem.head_dim), padded(problem.value_dim))
+        pair_of_rows = 2 * d * size  # of k and v
     capacity = shared_memory(problem)
     large = capacity > 200 * 1024
     block_m = min(padded(problem.queries * problem.group), 64)
@@ -213,12 +224,15 @@ def _few_queries_config(problem: Problem) -> TritonConfig:
     elif 2 * block_m * d * size > capacity:  # half of it is for keys and values
         block_m //= 2
     stage = 32 * 1024 if large else 16 * 1024
-    block_n = max(16, min(stage // (2 * d * size), 128))
+    if by_blocks(problem) and large and block_m == 16:
+        stage = 72 * 1024  # a step is a chain of products over the blocks: fewer and longer ones
+    block_n = max(16, min(1 << (stage // pair_of_rows).bit_length() >> 1, 128))
     warps = 8 if block_m * d > 64 * 128 else 4
     # Queries are loaded once; all stages but one hold keys, values and the tiles of bias and mask.
     pair = problem.bias_itemsize + (0 if problem.mask is None else problem.mask.matrix_itemsize)
-    most = 1 + (capacity - block_m * d * size - 4096) // (block_n * (2 * d * size + block_m * pair))
-    return TritonConfig(block_m, block_n, warps, min(3 if block_m == 64 else 4, most), pack_gqa=True)
+    most = 1 + (capacity - block_m * d * size - 4096) // (block_n * (pair_of_rows + block_m * pair))
+    stages = min(3 if block_m == 64 else 4, most)
+    return TritonConfig(block_m, block_n, warps, stages, pack_gqa=True, queries_stay=by_blocks(problem) and size == 2)
 
 
 def splits(problem: Problem, config: TritonConfig) -> int:
