@@ -77,4 +77,6 @@ def test_explain():
     assert f"computes the scores anew, {once:.2f} times the FLOPs, {again:.1f} times in the backward" in text
     assert "not hopper: has kernels up to 256 dimensions, not for 576" in text
     assert "backend cpu" in str(tilewise.explain(q, q, v, device="cpu"))
+    few = str(tilewise.explain(q[:, :, :1], q, v, device="sm_90"))
+    assert f"computes the scores anew, {again:.1f} times in the backward" in few
     assert "anew" not in str(tilewise.explain(v[..., :256], v[..., :256], v[..., :256], device="sm_80"))

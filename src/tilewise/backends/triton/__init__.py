@@ -60,10 +60,10 @@ def tiles(problem: Problem) -> str:
     if by_blocks(problem):  # S, and in the backward dP, are computed once for each tile of columns
         forward, backward = columns(problem, True).tiles, columns(problem, True, forward=False).tiles
         once, again = (forward * d + dv) / (d + dv), (backward * (d + dv) + 2 * d + dv) / (3 * d + 2 * dv)
-        words += (
-            f"; a program has a part of the columns and computes the scores anew, {number(once)} times the FLOPs, "
-            f"{number(again)} times in the backward"
-        )
+        found = [f"{number(once)} times the FLOPs"] if forward > 1 else []
+        found += [f"{number(again)} times in the backward"] if backward > 1 else []
+        if found:
+            words += f"; a program has a part of the columns and computes the scores anew, {', '.join(found)}"
     parts = splits(problem, c)
     return words if parts == 1 else f"{words}; the keys in {parts} splits, merged by their LSE"
 
