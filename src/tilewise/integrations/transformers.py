@@ -245,7 +245,10 @@ def attention_forward(
     if sequences is not None and getattr(module, "is_kv_shared_layer", False):
         all_queries = kwargs.get("position_ids")  # Gemma 4 crops the queries, and not their positions
         if all_queries is not None and query.shape[2] < all_queries.shape[-1]:
-            raise ValueError("logits_to_keep: expected 0 beside cu_seq_lens_q, for a model whose layers share keys")
+            raise ValueError(
+                "logits_to_keep: expected 0 beside cu_seq_lens_q, for a model whose layers share keys, got "
+                f"{query.shape[2]} of {all_queries.shape[-1]} queries"
+            )
     if sequences is None:
         positions = packed.positions_of(module, attention_mask, kwargs, (batch, query.shape[2], key.shape[2]))
     if positions is not None and not is_tracing(positions):

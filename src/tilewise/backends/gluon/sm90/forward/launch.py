@@ -416,7 +416,7 @@ def _nan_fixup(problem: Problem, config: ForwardConfig) -> NanFixupConstants:
     toeplitz = None if problem.parts is None else problem.parts.toeplitz
     bias, mask = toeplitz or problem.bias, problem.mask
     block_d, block_dv = padded(problem.head_dim), padded(problem.value_dim)
-    block_m = 64 if max(block_d, block_dv) < 128 else 32  # none of these spills
+    block_m = 64 if max(block_d, block_dv) < 128 else 32  # at most 24 bytes spill
     values = NanFixupConstants(
         BLOCK_M=block_m,
         BLOCK_N=32,
