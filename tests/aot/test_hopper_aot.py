@@ -36,6 +36,10 @@ DESIGNED = [
     ("3.6.0", replace(USUAL, D=192, Dv=128), 2 * (12 + 8) * 2, 0),
     ("installed", replace(USUAL, D=192, Dv=128, causal=True), 2 * (12 + 8) * 3, 24),
     ("3.6.0", replace(USUAL, D=160, Dv=64, bias="1hmn"), 2 * (12 + 4) * 2, 0),
+    # Q·Kᵀ of 64 + 32, 64 + 16 and 128 + 32 columns
+    ("3.6.0", replace(USUAL, D=96), 2 * (6 + 8) * 2, 0),
+    ("installed", replace(USUAL, D=80, causal=True, bias="1hmn"), 2 * (5 + 8) * 3, 0),
+    ("3.6.0", replace(USUAL, D=160), 2 * (10 + 4) * 2, 0),
     ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn", causal=True), 2 * (8 + 8) * 2, 0),
     ("3.6.0", replace(USUAL, D=64, mask="11m1", bias="1111"), 2 * (4 + 8) * 2, 0),
     # the mask transposed
@@ -86,6 +90,9 @@ BACKWARDS = [
     # Q·Kᵀ of 192 of 256 columns, dP of 128
     ("3.6.0", replace(USUAL, D=192, Dv=128), 2 * 12 + 8 + 2 * 4 + 2 * 4, 0),
     ("installed", replace(USUAL, D=192, Dv=128, bias="1hmn", deterministic=True), 2 * 12 + 8 + 2 * 4 + 2 * 4, 4),
+    ("3.6.0", replace(USUAL, D=96), 2 * 6 + 2 * 4 + 8, 0),
+    ("installed", replace(USUAL, D=80, Hkv=4, causal=True), 2 * (2 * 5 + 2 * 4 + 8), 0),
+    ("3.6.0", replace(USUAL, D=64, Dv=128, bias="1hmn"), 4 + 8 + 2 * 4 + 8, 0),
     ("3.6.0", replace(USUAL, D=64), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0),
     ("installed", replace(USUAL, D=64), 2 * (2 * 4 + 2 * 4) + 8 + 4, 0),
     ("3.6.0", replace(USUAL, D=64, Hkv=4, M=4000, N=4000), 2 * (2 * 4 + 2 * 4) + 8 + 4, 56),

@@ -202,7 +202,7 @@ def hold_parts_of_dq(monkeypatch, late, by_tma, ordered, later, programs, work_t
     c = SimpleNamespace(
         DQ_BY_TMA=by_tma, ORDERED=ordered, DEFERRED_RELEASE=later, DQ_PARTS=parts, DBIAS="reduce" if dbias_tiles else
         "none", DYNAMIC=dynamic, KEY_STAGES=key_stages, VALUE_STAGES=value_stages, GROUP_PROGRAMS=1, MASK=False,
-        BLOCK_M=64, BLOCK_N=64, BLOCK_D=128, COLS_OF_QK=128, WARPS=8, PACKED=False, DQ_STORED=False,
+        BLOCK_M=64, BLOCK_N=64, BLOCK_D=128, COLS_OF_DQ=128 // parts, WARPS=8, PACKED=False, DQ_STORED=False,
         ZEROES_DBIAS=False, UNDERFLOWS=False,
     )  # fmt: skip
     sizes = SimpleNamespace(group=group, kv_heads=work_tiles, row_tiles=entries, queries=64 * entries, keys=64)

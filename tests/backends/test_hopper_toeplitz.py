@@ -149,7 +149,8 @@ def test_the_forwards_loops(monkeypatch, p, dim):
     names = "accumulator sums_of_rows slot_of use_of wait_full release release_after_loads tma times_v finish tma_store"
     for name in (
         *names.split(),
-        "panels_of",
+        "parts_of",
+        "in_registers",
         "fence_async_shared",
         "warp_scheduler_barrier_arrive",
         "diagonal_of",

@@ -120,7 +120,13 @@ def test_mask_broadcasts(hold, case):
         (8, 8, BRAIN, {}),
         (40, 40, BRAIN, {"bias": "1hmn"}),
         (72, 200, BRAIN, {"causal": True}),
-        (96, 96, HALF, {"bias": "bhmn"}),
+        (96, 96, HALF, {"bias": "bhmn"}),  # products of 64 and 32 columns, dQ of 128
+        (80, 80, BRAIN, {"causal": True, "Hkv": 2, "deterministic": True}),  # of 64 and 16
+        (112, 96, BRAIN, {"bias": "1hmn", "mask": "b1mn", "planted": math.nan}),
+        (96, 80, HALF, {"window": (100, 20), "dropout_p": 0.1}),
+        (40, 96, BRAIN, {"bias": "b11n", "softcap": 2.0}),  # dQ of 64 columns
+        (160, 160, BRAIN, {"causal": True, "bias": "1hmn"}),  # dQ of 128 and 32
+        (160, 144, HALF, {"mask": "b1mn", "deterministic": True}),
         (64, 128, BRAIN, {"bias": "1hmn", "deterministic": True}),
         (192, 128, BRAIN, {"causal": True}),  # Q and K of the forward in three panels
         (192, 128, BRAIN, {"Hkv": 2, "window": (100, 20), "deterministic": True}),

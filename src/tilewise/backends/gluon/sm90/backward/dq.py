@@ -286,18 +286,18 @@ def wait_zeroed(tile_index, work_tile, x, counters, sizes, c):
 
 
 @gluon.constexpr_function
-def width_of_part(part, parts, block_d, columns):
-    """Return the columns of a part of dQ: an equal share, or what is left of ``columns``."""
-    return min(block_d // parts, columns - part * (block_d // parts))
+def width_of_part(part, parts, block_d, last):
+    """Return the columns of a part of dQ: an equal share, or for the ``last`` part as many."""
+    return last if part == parts - 1 else block_d // parts
 
 
 @gluon.jit
 def begin_dq(ds, shared, PART: gl.constexpr, c):
     """Issue a part of the columns of dQ = dS K."""
     FIRST: gl.constexpr = PART * (c.BLOCK_D // c.DQ_PARTS)
-    WIDTH: gl.constexpr = width_of_part(PART, c.DQ_PARTS, c.BLOCK_D, c.COLS_OF_QK)
+    WIDTH: gl.constexpr = width_of_part(PART, c.DQ_PARTS, c.BLOCK_D, c.COLS_OF_DQ)
     k = shared.k.index(slot_of_keys(shared, c)).reshape([c.BLOCK_N, c.BLOCK_D])
-    if c.DQ_PARTS > 1:
+    if WIDTH < c.BLOCK_D:
         k = k.slice(FIRST, WIDTH, 1)
     zero = gl.zeros([c.BLOCK_M, WIDTH], gl.float32, accumulator(c.BLOCK_M, WIDTH, c.WARPS))
     return warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
@@ -338,7 +338,7 @@ def release_part(dq, x, dq_pipeline, tile_of_head, step, PART: gl.constexpr, ter
         flat = as_threads_hold_it(dq, c.WARPS)
         mbarrier.wait(dq_pipeline.empty.index(0), ((step * c.DQ_PARTS + PART) & 1) ^ 1)
         slot = dq_pipeline.slots.index(0)
-        WIDTH: gl.constexpr = width_of_part(PART, c.DQ_PARTS, c.BLOCK_D, c.COLS_OF_QK)
+        WIDTH: gl.constexpr = width_of_part(PART, c.DQ_PARTS, c.BLOCK_D, c.COLS_OF_DQ)
         if c.DQ_PARTS * WIDTH < c.BLOCK_D:
             slot = slot.slice(0, c.BLOCK_M * WIDTH // DQ_COLS, 0)
         slot.store(flat)
@@ -369,7 +369,7 @@ def signal_stored(dq_pipeline, slot, c):
 def add_part(x, slot, place, PART: gl.constexpr, c):
     """Add a part of dQ to dq_accum by TMA, in boxes of the smallest part."""
     BOX: gl.constexpr = x.dq.block_type.shape[0]
-    WIDTH: gl.constexpr = width_of_part(PART, c.DQ_PARTS, c.BLOCK_D, c.COLS_OF_QK)
+    WIDTH: gl.constexpr = width_of_part(PART, c.DQ_PARTS, c.BLOCK_D, c.COLS_OF_DQ)
     BOXES: gl.constexpr = c.BLOCK_M * WIDTH // DQ_COLS // BOX
     if slot.shape[0] == BOX:
         tma_add(x.dq, [place, 0], slot)
@@ -440,7 +440,7 @@ def add_dq(tile_index, step, x, values, dq_pipeline, counts, terms, sizes, c):
 
 @gluon.jit
 def packed_postprocess_kernel(dq_accum, dq, tile_list, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
-                  BLOCK_D: gl.constexpr, COLS: gl.constexpr):  # fmt: skip
+                  BLOCK_D: gl.constexpr, LAST: gl.constexpr):  # fmt: skip
     """Like `postprocess_kernel`, but for a packed batch: one program for each listed tile and head."""
     wait_for_previous()
     n, h = gl.program_id(0) % sizes.row_tiles, gl.program_id(0) // sizes.row_tiles
@@ -448,12 +448,12 @@ def packed_postprocess_kernel(dq_accum, dq, tile_list, dim, scale, sizes, PARTS:
         seq, tile = listed_tile(tile_list, n)
         pid = h * sizes.row_tiles + first_tile_of(tile_list, n, seq, BLOCK_M) + tile
         to = dq.pointer + gl.cast(h, gl.int64) * dq.stride1 + gl.cast(seq.first_query, gl.int64) * dq.stride2
-        store_dq(dq_accum, to, dq, pid, tile * BLOCK_M, seq.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D, COLS)
+        store_dq(dq_accum, to, dq, pid, tile * BLOCK_M, seq.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D, LAST)
 
 
 @gluon.jit
 def store_dq(dq_accum, to, dq, pid, row0, queries, dim, scale, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
-             BLOCK_D: gl.constexpr, COLS: gl.constexpr):  # fmt: skip
+             BLOCK_D: gl.constexpr, LAST: gl.constexpr):  # fmt: skip
     """Store the ``pid``-th tile of dq_accum, scaled, as the rows from ``row0`` on of the matrix at ``to``."""
     SHARE: gl.constexpr = BLOCK_D // PARTS
     to += gl.cast(row0, gl.int64) * dq.stride2
@@ -461,7 +461,7 @@ def store_dq(dq_accum, to, dq, pid, row0, queries, dim, scale, PARTS: gl.constex
         accum = dq_accum + (gl.cast(pid, gl.int64) * PARTS + part) * (BLOCK_M * SHARE)
         _store_part(
             accum, to + part * SHARE, dq, queries - row0, dim - part * SHARE, scale, BLOCK_M,
-            width_of_part(part, PARTS, BLOCK_D, COLS),
+            width_of_part(part, PARTS, BLOCK_D, LAST),
         )  # fmt: skip
 
 
@@ -479,7 +479,7 @@ def _store_part(dq_accum, to, dq, rows_left, cols_left, scale, BLOCK_M: gl.const
 
 @gluon.jit
 def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.constexpr, BLOCK_M: gl.constexpr,
-                  BLOCK_D: gl.constexpr, COLS: gl.constexpr):  # fmt: skip
+                  BLOCK_D: gl.constexpr, LAST: gl.constexpr):  # fmt: skip
     """Store dQ = scale · dq_accum in dQ's dtype, for one query tile, by as many warps as have computed it.
 
     It may run beside the last programs of the backward, where these leave multiprocessors idle.
@@ -492,6 +492,6 @@ def postprocess_kernel(dq_accum, dq, counts, dim, scale, sizes, PARTS: gl.conste
     row0 = pid % sizes.row_tiles * BLOCK_M
     to = dq.pointer + gl.cast(bh // heads, gl.int64) * dq.stride0 + gl.cast(bh % heads, gl.int64) * dq.stride1
     wait_count(done_at(counts, sizes) + bh // sizes.group, sizes.key_tiles, PAUSE=500)
-    store_dq(dq_accum, to, dq, pid, row0, sizes.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D, COLS)
+    store_dq(dq_accum, to, dq, pid, row0, sizes.queries, dim, scale, PARTS, BLOCK_M, BLOCK_D, LAST)
     if pid == gl.num_programs(0) - 1:  # so that this kernel does not end before the backward
         wait_for_previous()

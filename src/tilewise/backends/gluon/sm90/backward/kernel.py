@@ -124,7 +124,9 @@ class BackwardConstants(NamedTuple):
     BLOCK_N: Any
     BLOCK_D: Any
     BLOCK_DV: Any  # columns of V and dO: fewer than BLOCK_D only at 256, see `config.value_width`
-    COLS_OF_QK: Any  # columns that Q·Kᵀ multiplies: BLOCK_D, or 192 of 256
+    COLS_OF_QK: Any  # columns of tiles that Q·Kᵀ multiplies, see `config.depth`
+    COLS_OF_V: Any  # and dO·Vᵀ
+    COLS_OF_DQ: Any  # columns of dQ, or of its second part, see `config.columns_of_dq`
     M_SUBTILES: Any
     SUBTILE_M: Any  # queries of a subtile
     STAGES: Any

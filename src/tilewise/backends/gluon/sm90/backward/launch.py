@@ -49,8 +49,9 @@ from tilewise.backends.gluon.sm90.common.config import (
     backward_config,
     backward_width,
     band_of,
-    columns_of_qk,
+    columns_of_dq,
     dbias_sums,
+    depth,
     longest_first,
     most_registers,
     value_width,
@@ -258,7 +259,7 @@ class HopperBackward:
                 packed_postprocess_kernel if packed else postprocess_kernel,
                 row_programs,
                 (POINTER, strided_rows(dq), POINTER),
-                (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width, columns_of_qk(p)),
+                (p.head_dim, p.score.scale, sizes, config.dq_parts, block_m, width, columns_of_dq(p, config)),
                 num_warps=4 * config.warpgroups,
                 launch_pdl=beside,
             )
@@ -299,8 +300,7 @@ class HopperBackward:
     def _sum_of_dq(self, dq_accum: Tensor, config: BackwardConfig, width: int) -> Any:
         if not config.dq_by_tma:
             return POINTER
-        last = columns_of_qk(self.problem) - (config.dq_parts - 1) * (width // config.dq_parts)
-        rows = config.block_m * last // DQ_COLS.value
+        rows = config.block_m * columns_of_dq(self.problem, config) // DQ_COLS.value
         return boxes(dq_accum, [rows, DQ_COLS.value], dq_accum.stride())
 
     def _some_see_nothing(self, lengths: Lengths) -> bool:
@@ -491,7 +491,9 @@ def _compiled(
         BLOCK_N=config.block_n,
         BLOCK_D=width,
         BLOCK_DV=value_width(problem),
-        COLS_OF_QK=columns_of_qk(problem),
+        COLS_OF_QK=depth(problem.head_dim, backward_width(problem)),
+        COLS_OF_V=depth(problem.value_dim, value_width(problem)),
+        COLS_OF_DQ=columns_of_dq(problem, config),
         M_SUBTILES=config.m_subtiles,
         SUBTILE_M=config.block_m // config.m_subtiles,
         STAGES=config.stages,

@@ -13,7 +13,7 @@ from tilewise.backends.gluon.relative import CUT
 from tilewise.backends.gluon.score import in_units, score_tile
 from tilewise.backends.gluon.sm90.backward.relative import ANY, tile_state, without_range
 from tilewise.backends.gluon.sm90.common.key_mask import without_nan
-from tilewise.backends.gluon.sm90.common.wgmma import accumulator
+from tilewise.backends.gluon.sm90.common.wgmma import accumulator, columns_of, times_transposed
 
 
 class QueryStages(NamedTuple):
@@ -127,17 +127,13 @@ def slot_of_values(shared, c):
 
 @gluon.jit
 def times(first, tile, slot, rows, start, STARTS: gl.constexpr, IN_REGISTERS: gl.constexpr, COLS: gl.constexpr, c):
-    """Issue the product of K or V with a subtile of Q or dO, transposed. ``first``: see `operand`. COLS: columns of
-    both; of 256 with 192 dimensions the last 64 are padding, and left out."""
-    if not IN_REGISTERS:
-        first = tile.index(slot).reshape([c.BLOCK_N, rows.shape[1]])
-    if COLS == 192:
-        s = warpgroup_mma(
-            first.slice(0, 128, 1), rows.slice(0, 128, 1).permute((1, 0)), start, use_acc=STARTS, is_async=True
-        )
-        return warpgroup_mma(first.slice(128, 64, 1), rows.slice(128, 64, 1).permute((1, 0)), s, is_async=True)
-    else:
+    """Issue the product of K or V with a subtile of Q or dO, transposed. ``first``: see `operand`. COLS: the columns
+    that it multiplies."""
+    if IN_REGISTERS:
         return warpgroup_mma(first, rows.permute((1, 0)), start, use_acc=STARTS, is_async=True)
+    else:
+        keys = columns_of(tile.index(slot).reshape([c.BLOCK_N, rows.shape[1]]), COLS)
+        return times_transposed(keys, columns_of(rows, COLS), start, STARTS)
 
 
 @gluon.jit
@@ -175,7 +171,7 @@ def begin_dp(rows, shared, slot, SUBTILE: gl.constexpr, terms, c):
         start, _ = gl.broadcast(minus_delta_of(rows, slot, SUBTILE, c)[None, :], start)
     do = subtile_of(rows.do.index(slot).reshape([c.BLOCK_M, c.BLOCK_DV]), SUBTILE, c)
     return times(
-        shared.v_operand, shared.v, slot_of_values(shared, c), do, start, STARTS, c.V_IN_REGISTERS, c.BLOCK_DV, c
+        shared.v_operand, shared.v, slot_of_values(shared, c), do, start, STARTS, c.V_IN_REGISTERS, c.COLS_OF_V, c
     )
 
 

@@ -429,10 +429,20 @@ def value_width(problem: Problem) -> int:
     return max(128, padded(problem.value_dim)) if width == 256 else width
 
 
-def columns_of_qk(problem: Problem) -> int:
-    """Return how many columns of the backward's tiles of Q and K the products take: 192 of 256, or all."""
-    width = backward_width(problem)
-    return 192 if width == 256 and problem.head_dim <= 192 else width
+def depth(dims: int, width: int) -> int:
+    """Return how many columns of tiles of ``width`` a product over ``dims`` dimensions reads.
+
+    Tiles of 128 and more are read in steps of 16 columns, the depth of a wgmma. Smaller ones may be in registers.
+    """
+    return width if width < 128 else -(-dims // 16) * 16
+
+
+def columns_of_dq(problem: Problem, config: BackwardConfig) -> int:
+    """Return the columns of the backward's dQ, or of its second part: a power of two, at least 32."""
+    share = backward_width(problem) // config.dq_parts
+    if config.dq_stored or share < 128:
+        return share
+    return min(share, padded(max(1, problem.head_dim - (config.dq_parts - 1) * share)))
 
 
 def head_swizzle(problem: Problem, queries: int) -> int:

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -70,7 +69,7 @@ from tilewise.backends.gluon.sm90.common.toeplitz import (
     new_columns,
     prefetch_near,
 )
-from tilewise.backends.gluon.sm90.common.wgmma import accumulator
+from tilewise.backends.gluon.sm90.common.wgmma import accumulator, columns_of, times_transposed
 from tilewise.backends.gluon.sm90.forward.bias import (
     bias_scores,
     first_below_range,
@@ -99,6 +98,7 @@ class ForwardConstants(NamedTuple):
     BLOCK_N: Any
     BLOCK_D: Any  # columns of a panel of Q and K
     BLOCK_DV: Any
+    COLS_OF_QK: Any  # columns of a tile that Q·Kᵀ multiplies, see `config.depth`
     PANELS: Any  # tiles of Q and K side by side, see `config.panels`
     WARPGROUPS: Any
     Q_STAGES: Any
@@ -230,29 +230,27 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def times_k(q, slots, slot, start, STARTS: gl.constexpr, c):
-    """Issue Q·Kᵀ, added to ``start`` with STARTS. q: with PANELS a tuple of them."""
+def parts_of(slots, slot, ROWS: gl.constexpr, c):
+    """Return a tile of Q or K as a tuple of tiles: its panels, or its first COLS_OF_QK columns."""
     if c.PANELS == 1:
-        k = slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
-        return warpgroup_mma(q, k.permute((1, 0)), start, use_acc=STARTS, is_async=True)
-    else:
-        s = start
-        for i in gl.static_range(c.PANELS):
-            k = slots.index(slot * c.PANELS + i).reshape([c.BLOCK_N, c.BLOCK_D])
-            s = warpgroup_mma(q[i], k.permute((1, 0)), s, use_acc=STARTS or i > 0, is_async=True)
-        return s
-
-
-@gluon.jit
-def panels_of(slots, slot, c):
-    """Return a warpgroup's queries in shared memory: a tile, or with PANELS a tuple of them."""
-    if c.PANELS == 1:
-        return slots.index(slot).reshape([64, c.BLOCK_D])
+        return columns_of(slots.index(slot).reshape([ROWS, c.BLOCK_D]), c.COLS_OF_QK)
     else:
         found = ()
         for i in gl.static_range(c.PANELS):
-            found = found + (slots.index(slot * c.PANELS + i).reshape([64, c.BLOCK_D]),)  # type: ignore[assignment]  # noqa: RUF005
+            found = found + (slots.index(slot * c.PANELS + i).reshape([ROWS, c.BLOCK_D]),)  # type: ignore[assignment]  # noqa: RUF005
         return found
+
+
+@gluon.jit
+def in_registers(shared, x, terms, c):
+    """Load the parts of a warpgroup's queries, with SCALE_IN_Q scaled."""
+    found = ()
+    for i in gl.static_range(len(shared)):
+        q = shared[i].load(gl.DotOperandLayout(0, accumulator(64, c.BLOCK_N), 2))
+        if c.SCALE_IN_Q:
+            q = (q.to(gl.float32) * terms.scale).to(x.q.dtype)
+        found = found + (q,)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @gluon.jit
@@ -298,7 +296,7 @@ def mma_one_n_block(
     warp_scheduler_barrier_sync(WARPGROUP)
     if c.TOEPLITZ == "line" and not BIASED:
         start = far_start(toeplitz, pipelines.columns, c)
-    s_pending = times_k(q, pipelines.k.slots, k_slot, start, STARTS, c)
+    s_pending = times_transposed(q, parts_of(pipelines.k.slots, k_slot, c.BLOCK_N, c), start, STARTS)
     if not FIRST:
         wait_full(pipelines.v, v_slot, use_of(pipelines.v, step - 1))
         v = pipelines.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
@@ -436,16 +434,12 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     while tile_index < work_tile_count(x, sizes, c):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         slot = slot_of(pipelines.q, t, WARPGROUP, c.WARPGROUPS)
-        q_shared = panels_of(pipelines.q.slots, slot, c)
+        q = parts_of(pipelines.q.slots, slot, 64, c)
         wait_full(pipelines.q, slot, use_of(pipelines.q, t, c.WARPGROUPS))
         if c.Q_IN_REGISTERS:
-            q = q_shared.load(gl.DotOperandLayout(0, accumulator(64, c.BLOCK_N), 2))
-            if c.SCALE_IN_Q:
-                q = (q.to(gl.float32) * terms.scale).to(x.q.dtype)
+            q = in_registers(q, x, terms, c)
             if not c.O_IN_Q:
                 release_after_loads(pipelines.q, slot)
-        else:
-            q = q_shared
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
         l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
