@@ -7,6 +7,16 @@ from fault import Fault
 MASKS = [
     # --- masks by tiles ---
     Fault(
+        "tilewise/masks/tree.py", "ends[parent] = max(ends[parent], ends[segment])", "ends[parent] = ends[segment]",
+        "a prompt is visible to its first response alone",
+        "unit/test_trees.py::test_a_tree_is_its_sequences",
+    ),
+    Fault(
+        "tilewise/masks/tree.py", "self._of_tokens(before), token - 1)", "token - 1, token - 1)",
+        "the last token of one response predicts the first of the next",
+        "unit/test_trees.py::test_previous_tokens_predict",
+    ),
+    Fault(
         "tilewise/spec/block_mask.py", "(tiles - PARTIAL).clamp(0, places - 1)", "(tiles - PARTIAL).clamp(0, places)",
         "the number of a tile leads past the bits",
         "unit/test_tile_mask.py::test_wrong_numbers_reach_no_memory",

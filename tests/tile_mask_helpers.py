@@ -28,6 +28,10 @@ def pattern(name: str, case: Case, block: int | tuple[int, int] = 64) -> tuple[T
     if name == "prefix":
         lengths = torch.arange(case.B) * 70 + 3
         return TileMask.prefix_lm(lengths, N, block=block), ((j < lengths[:, None, None]) | (j <= i))[:, None]
+    if name == "tree":
+        drawn = [_drawn_trees(N, generator) for _ in range(case.B)]
+        trees, seen = [row for row, _ in drawn], torch.stack([seen for _, seen in drawn])
+        return TileMask.tree(trees, size=N, block=block), seen[:, None]
     if name == "window":
         seen = (distance >= -WINDOW[0]) & (distance <= WINDOW[1]) | (j < 5)
         return TileMask.sliding_window(M, N, WINDOW, global_tokens=5, block=block), seen[None, None]
@@ -58,7 +62,29 @@ def pattern(name: str, case: Case, block: int | tuple[int, int] = 64) -> tuple[T
     return TileMask.from_tiles(tiles, M, N, block=block, mask=inside), dense & inside
 
 
-PATTERNS = ("documents", "prefix", "window", "dilated", "strided", "mod", "blocks", "bits")
+def _drawn_trees(total: int, generator: torch.Generator) -> tuple[list, Tensor]:
+    """A row of prefix trees, up to three tokens of padding at its end, and the mask by the path of each token."""
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    row: list = []
+    branches, paths = [row], [[]]  # of the segments from the root to the last one
+    at = 0
+    while at < max(total - 3, 1):
+        length = min(int(torch.randint(0, 60, (), generator=generator)), total - at)
+        depth = int(torch.randint(0, len(paths), (), generator=generator))
+        del branches[depth + 1 :], paths[depth + 1 :]
+        path = list(paths[-1])
+        for token in range(at, at + length):
+            path.append(token)
+            seen[token, path] = True
+        own: list = []
+        branches[-1].append((length, own))
+        branches.append(own)
+        paths.append(path)
+        at += length
+    return row, seen
+
+
+PATTERNS = ("documents", "prefix", "tree", "window", "dilated", "strided", "mod", "blocks", "bits")
 
 
 def check(case: Case, name: str, backend: str, block: int | tuple[int, int] = 64, device: str = "cpu") -> None:

@@ -7,6 +7,7 @@ varlen_attn                    varlen_attention with the signature of PyTorch's 
 merge_attention                attention over parts of the keys, merged by their LSEs, with gradients
 TileMask, dynamic_mask         masks by tiles of the scores; empty tiles are not computed
 plan                           attention of one layout of tensors, prepared once and run many times
+tree_positions                 positions of the tokens of prefix trees, for rotary embeddings and losses
 explain, explain_varlen        backend, tiles, FLOPs and bytes of a call, and what limits it
 cache_info, clear_caches       use of the caches of prepared calls and compiled kernels, and how to empty them
 matmul, softmax                the parts of attention as operators
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tilewise.cache import cache_info, clear_caches
     from tilewise.explanation.attention import explain, explain_varlen
     from tilewise.masks.block_sparse import TileMask
+    from tilewise.masks.tree import tree_positions
     from tilewise.merge import merge_attention
     from tilewise.ops.gemm.api import matmul
     from tilewise.ops.row_softmax.api import softmax
@@ -52,6 +54,7 @@ _HOMES = {
     "plan": "tilewise.plans",
     "scaled_dot_product_attention": "tilewise.scaled_dot_product",
     "softmax": "tilewise.ops.row_softmax.api",
+    "tree_positions": "tilewise.masks.tree",
     "varlen_attention": "tilewise.varlen",
     "varlen_attn": "tilewise.varlen",
 }
@@ -71,6 +74,7 @@ __all__ = [
     "plan",
     "scaled_dot_product_attention",
     "softmax",
+    "tree_positions",
     "varlen_attention",
     "varlen_attn",
 ]

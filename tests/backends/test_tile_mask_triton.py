@@ -12,7 +12,7 @@ from tile_mask_helpers import PATTERNS, check, check_kept, check_wrong, pattern
 from torch import Tensor
 
 USUAL = Case(B=2, H=2, Hkv=1, M=239, N=239, D=16)
-SQUARE = ("documents", "prefix")
+SQUARE = ("documents", "prefix", "tree")
 FLOAT = torch.float32
 
 

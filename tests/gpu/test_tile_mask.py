@@ -145,6 +145,7 @@ def test_wrong_numbers_reach_no_memory(backend):
 MADE = {
     "documents": lambda device: TileMask.documents(torch.arange(1000, device=device) // 300 - 1),
     "prefix": lambda device: TileMask.prefix_lm(torch.tensor([3, 700], device=device), 1000),
+    "tree": lambda device: TileMask.tree([[(400, [200, (90, [7, 130])])], [3, (0, [1])]], size=1000, device=device),
     "window": lambda device: TileMask.sliding_window(700, 1000, (90, 20), global_tokens=5, device=device),
     "dilated": lambda device: TileMask.dilated(700, 1000, 20, 3, device=device),
     "strided": lambda device: TileMask.strided(700, 1000, 50, device=device),

@@ -25,7 +25,7 @@ from tilewise.spec.score import Band, Score
 
 USUAL = Case(B=2, H=4, Hkv=2, M=239, N=239, D=16)
 FEW = replace(USUAL, M=127, N=239)
-SQUARE = ("documents", "prefix")  # of one length
+SQUARE = ("documents", "prefix", "tree")  # of one length
 
 
 @pytest.fixture

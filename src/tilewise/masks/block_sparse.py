@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import has_triton
+from tilewise.masks.tree import Trees, tree_ends
 from tilewise.operator.eager import is_eager
 from tilewise.spec.block_mask import (
     EMPTY,
@@ -303,6 +304,33 @@ class TileMask:
         place = torch.arange(size, device=lengths.device)
         begins = torch.where(place < lengths[:, None], 0, place)[:, None]
         return cls.from_intervals(begins, torch.full_like(begins, size), size, block=block)
+
+    @classmethod
+    def tree(
+        cls, trees: Trees, *, size: int | None = None, block: Block = 128, device: torch.device | str = "cpu"
+    ) -> TileMask:
+        """Make a mask of prefix trees: sequences with shared beginnings, such as responses to one prompt.
+
+        A row has each shared token once: the tokens of a root, then those of each branch followed by its own branches.
+        A token sees the tokens before it in its own sequence, and itself; ``causal=True`` changes nothing. Windows and
+        biases by distance count rows, not positions.
+
+        Args:
+            trees: a list of trees, all in one row, or a list of such lists for a batch. A tree is a length in tokens,
+                or a pair ``(length, [branches])`` whose branches are trees: ``(4096, [1024] * 8)`` is a prompt with 8
+                responses. Lengths may be 0.
+            size: S, tokens of each row with padding, which sees no key and is visible to no query. Default: those of
+                the longest row.
+            block: as for `from_tiles`.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was passed and what is allowed.
+
+        `tilewise.tree_positions` has the positions of the tokens in their own sequences.
+        """
+        ends = tree_ends(trees, size, device)[:, None]
+        begins = torch.arange(ends.shape[2], device=ends.device).expand_as(ends)
+        return cls.from_intervals(begins, ends, ends.shape[2], block=block)
 
     @classmethod
     def sliding_window(
