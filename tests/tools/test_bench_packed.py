@@ -80,6 +80,7 @@ def test_lengths_are_the_same_on_every_machine():
         "lognormal": (52, 32768, 44, 3800, 44291184),
         "uneven": (68, 16457, 67, 511, 5198843),
         "short": (4096, 147233, 8, 64, 6387705),
+        "rollouts": (8, 40960, 5120, 5120, 209715200),
         "few": (5, 53, 1, 33, 1263),
     }
     assert lengths["lognormal"][:8] == (221, 642, 316, 172, 418, 301, 160, 967)
@@ -112,6 +113,7 @@ def test_the_cases_of_a_gpu():
         "varlen D128 causal bias by distance T32768",
         "varlen ragged bias D32 T16457",
         "varlen short D64 full T147233",
+        *(f"varlen rollouts D{d} causal T40960" for d in (128, 64)),
         *(f"{x} T32768" for x in lognormal[1:]),
         *(f"{x} dense at the mean length S630" for x in lognormal),
     ]

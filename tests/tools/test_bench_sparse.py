@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise_tools.bench import cases, providers, reference, results, run, sparse
+from tilewise_tools.bench import cases, packed, providers, reference, results, run, sparse
 from tilewise_tools.bench.cases import Case
 
 CPU = torch.device("cpu")
@@ -31,6 +31,18 @@ def test_tiles_are_the_function(name, size, causal):
             sparse.pairs(name, size, size, causal)
         return
     assert sparse.pairs(name, size, size, causal) == (seen & (j <= i) if causal else seen).sum()
+
+
+def test_a_tree_is_its_packed_sequences():
+    """A prompt of 4,096 tokens and 8 responses of 1,024; the copies have as many tokens, and see 2.27 times as much."""
+    for head_dim in (64, 128):
+        case, copies = cases.tree(head_dim), packed.rollouts_case(head_dim)
+        prompt, responses = sparse.tree(case.keys)
+        assert (prompt, responses) == (4096, [1024] * 8)
+        assert copies.lengths == tuple(prompt + n for n in responses)
+        assert (copies.heads, copies.head_dim, copies.causal) == (case.heads, case.head_dim, True)
+        pairs = sparse.pairs("tree", case.queries, case.keys, causal=False)
+        assert copies.work("forward").flops / (4 * head_dim * case.heads * pairs) == pytest.approx(2.27, abs=0.005)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -251,6 +251,11 @@ def masked(mask: str, length: int, causal: bool = False, biased: bool = False) -
     return Case(family, 1, 16, 16, length, length, 128, causal, bias=bias, mask=mask)
 
 
+def tree(head_dim: int) -> Case:
+    """Return 8 responses of 1,024 tokens to a prompt of 4,096, of which `packed.rollouts_case` has 8 copies."""
+    return Case(f"tree D{head_dim}", 1, 16, 16, 12288, 12288, head_dim, mask="tree")
+
+
 def windowed(window: int, length: int) -> Case:
     return Case(f"window {window} D128 causal", 1, 16, 16, length, length, 128, causal=True, window=window)
 
@@ -335,6 +340,7 @@ def _gpu() -> Iterator[Case]:
     for mask in ("blocks 25", "blocks 5"):
         yield from (masked(mask, 16384, biased=biased) for biased in (False, True))
     yield from (masked("documents", 32768, causal) for causal in (True, False))
+    yield from (tree(head_dim) for head_dim in (128, 64))
     yield from (windowed(window, 16384) for window in (512, 2048))
     for causal in (True, False):
         yield from (long(32768, causal), masked("kept 2048", 32768, causal))
@@ -386,6 +392,7 @@ def _packed(device: str) -> Iterator[Case | packed.PackedCase]:
     yield plain[0]
     yield from packed.biased()
     yield packed.short_case()
+    yield from (packed.rollouts_case(head_dim) for head_dim in (128, 64))
     yield from plain[1:]
     for case in plain:
         batch, mean = len(case.lengths), case.keys // len(case.lengths)

@@ -5,6 +5,7 @@ Batches:
 lognormal   32,768 tokens in 52 sequences, the longest 3,800: the quantiles of a lognormal distribution
 uneven      lengths from 64 to 512, log-uniform, until they sum to at least 16,384 tokens
 short       4,096 lengths from 8 to 64, uniform
+rollouts    eight sequences of 5,120 tokens: a prompt of 4,096 and a response of 1,024 each, see `sparse`'s tree
 few         five lengths of a few tokens, for tests
 
 Lengths are equal on every machine: `random.Random(seed).random()` is stable across Python versions.
@@ -80,6 +81,7 @@ BATCHES: dict[str, Callable[[], tuple[int, ...]]] = {
     "lognormal": lambda: lognormal(52, 32768, 3800),
     "uneven": lambda: uneven(16384),
     "short": lambda: short(4096),
+    "rollouts": lambda: (5120,) * 8,
     "few": lambda: (5, 1, 33, 2, 12),
 }
 
@@ -303,6 +305,10 @@ def ragged_case(dtype: str = "bfloat16") -> PackedCase:
 
 def short_case() -> PackedCase:
     return PackedCase("varlen short D64 full", "short", 16, 64, host=True)
+
+
+def rollouts_case(head_dim: int) -> PackedCase:
+    return PackedCase(f"varlen rollouts D{head_dim} causal", "rollouts", 16, head_dim, causal=True)
 
 
 def biased() -> Iterator[PackedCase]:

@@ -2,6 +2,8 @@
 
 blocks 25, blocks 5   25 % or 5 % of the 128 x 128 tiles at random, and the tiles of the diagonal
 documents             documents with the lengths of `packed`'s lognormal batch, scaled to the number of keys
+tree                  a prompt of a third of the tokens and eight responses of a twelfth; `packed`'s batch "rollouts"
+                      has the prompt once for each response
 kept N                a dynamic mask: in each head the N visible keys with the largest scores, which are a random
                       permutation. Every forward creates the mask
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,8 +21,8 @@ from tilewise import TileMask, dynamic_mask
 from tilewise.spec.operands import TileOperand
 from tilewise_tools.bench import packed
 
-NAMES = ("blocks 25", "blocks 5", "documents")
-TILE = 128
+NAMES = ("blocks 25", "blocks 5", "documents", "tree")
+TILE, RESPONSES = 128, 8
 
 
 def keep(name: str) -> int | None:
@@ -79,11 +82,22 @@ def _ids(keys: int) -> Tensor:
     return torch.repeat_interleave(torch.tensor(_lengths(keys), device="cpu"))
 
 
+def tree(keys: int) -> tuple[int, list[int]]:
+    """Return the lengths of the prompt and of the responses."""
+    prompt = keys // 3
+    ends = [prompt + round(n * (keys - prompt) / RESPONSES) for n in range(RESPONSES + 1)]
+    return prompt, [end - begin for begin, end in pairwise(ends)]
+
+
 def seen(name: str, queries: int, keys: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of query and key indices that is True for visible pairs, without causal."""
     if name == "documents":
         ids = _ids(keys).to(device)
         return lambda i, j: ids[i] == ids[j]
+    if name == "tree":
+        prompt, responses = tree(keys)
+        part = torch.repeat_interleave(torch.tensor([prompt, *responses], device="cpu")).to(device)
+        return lambda i, j: (j <= i) & ((part[j] == 0) | (part[i] == part[j]))
     tiles = _tiles(name, queries, keys).to(device)
     return lambda i, j: tiles[i // TILE, j // TILE]
 
@@ -91,6 +105,8 @@ def seen(name: str, queries: int, keys: int, device: torch.device) -> Callable[[
 def tile_mask(name: str, queries: int, keys: int, device: torch.device) -> TileMask:
     if name == "documents":
         return TileMask.documents(_ids(keys).to(device), block=TILE)
+    if name == "tree":
+        return TileMask.tree([tree(keys)], block=TILE, device=device)
     tiles = _tiles(name, queries, keys).to(device)
     return TileMask.from_tiles(tiles[None, None], queries, keys, block=TILE)
 
@@ -104,7 +120,7 @@ def copied(mask: TileMask) -> TileMask:
 
 @lru_cache
 def pairs(name: str, queries: int, keys: int, causal: bool) -> int:
-    """Return the number of visible pairs per head; blocks support only causal=False."""
+    """Return the number of visible pairs per head; blocks and the tree support only causal=False."""
     if name == "documents":
         return sum(n * (n + 1) // 2 if causal else n * n for n in _lengths(keys))
     count = keep(name)
@@ -113,6 +129,9 @@ def pairs(name: str, queries: int, keys: int, causal: bool) -> int:
         return sum(min(n, count) for n in seen)
     if causal:
         raise ValueError(f"causal: {name} is measured without")
+    if name == "tree":
+        prompt, responses = tree(keys)
+        return prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in responses)
     rows, cols = (torch.full((-(-n // TILE),), TILE, device="cpu") for n in (queries, keys))
     rows[-1] -= -queries % TILE
     cols[-1] -= -keys % TILE

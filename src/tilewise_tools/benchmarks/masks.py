@@ -1,8 +1,9 @@
-"""Masks on one GPU: blocks, windows, documents, dynamic masks, against dense calls and other kernels.
+"""Masks on one GPU: blocks, windows, documents, prefix trees, dynamic masks, against dense calls and other kernels.
 
     python -m tilewise_tools.benchmarks.masks --json masks.json
 
-Each line has a required ratio, for forward and backward, or for both together if the call creates the mask.
+Each line has a required ratio, for forward and backward, or for both together: of dynamic masks, which each call makes,
+and of prefix trees.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ DENSE = cases.dense(128, S, causal=False)
 BLOCKS = {(share, biased): cases.masked(f"blocks {share}", S, biased=biased) for share in (25, 5) for biased in (0, 1)}
 WINDOWS = {width: cases.windowed(width, S) for width in (512, 2048)}
 DOCUMENTS = {causal: cases.masked("documents", LONG, causal) for causal in (True, False)}
+TREES = {dim: (cases.tree(dim), packed.rollouts_case(dim)) for dim in (128, 64)}
 PACKED = {causal: packed.lognormal_case(128, causal) for causal in (True, False)}
 ALL_PACKED = {(dim, causal): packed.lognormal_case(dim, causal) for dim in (128, 64) for causal in (True, False)}
 WHOLE = {causal: cases.long(LONG, causal) for causal in (True, False)}
@@ -42,6 +44,7 @@ PARTS: list[tuple[list[AnyCase], tuple[str, ...]]] = [
     ([DENSE, BLOCKS[25, 0]], (HOPPER, TRITON)),
     ([BLOCKS[5, 0], BLOCKS[25, 1], BLOCKS[5, 1]], (HOPPER,)),
     ([*PACKED.values(), *DOCUMENTS.values()], (HOPPER, VARLEN)),
+    ([case for both in TREES.values() for case in both], (HOPPER, VARLEN)),
     ([*ALL_PACKED.values()], (VARLEN, FA4_VARLEN)),
     ([*WINDOWS.values()], (HOPPER, FA4)),
     ([BLOCKS[25, 0], BLOCKS[5, 0]], (FLEX,)),
@@ -123,6 +126,9 @@ def gates(found: MaskTimes) -> Iterator[Gate]:
         name = f"documents, {'causal' if causal else 'full'}: of the packed call"
         yield Gate(name, found.times(case, HOPPER, PACKED[causal], VARLEN), (0.9, 0.9))
         yield Gate(f"{name.split(':')[0]}: x FlexAttention", found.times(case, HOPPER, case, FLEX), (1.0, 1.0))
+    for dim, (case, copies) in TREES.items():
+        ratio = found.times(case, HOPPER, copies, VARLEN)
+        yield Gate(f"tree of 8 responses, D={dim}: x packed sequences", ratio, (2.0, 2.0), both=True)
     for causal, least in ((False, 6.0), (True, 4.0)):
         name = f"dynamic mask, 2048 of 32768 keys, {'causal' if causal else 'full'}: x dense"
         yield Gate(name, found.times(KEPT[causal], HOPPER, WHOLE[causal], HOPPER), (least, least), both=True)
