@@ -68,3 +68,12 @@ def test_pairformer(run):
     losses, printed = run("pairformer", "--steps 15 --tokens 16 --batch 4 --dtype float64 --against einsum")
     learns_alike(losses, by=1.0, rtol=1e-9)
     assert printed.count("; new chains: ") == 2
+
+
+def test_tree_grpo(run):
+    small = "--steps 12 --prompts 2 --responses 6 --longest 40 --length 8 --lr 1e-2 --dtype float64 --against sequences"
+    found, printed = run("tree_grpo", small)
+    assert sum(found["rewards"][-3:]) / 3 > found["rewards"][0] + 0.2
+    assert len(found["apart"]) == 24
+    assert max(found["apart"]) < 1e-9
+    assert "tokens in the tree" in printed
