@@ -230,7 +230,7 @@ def test_a_block_mask_as_it_is():
     assert all(torch.equal(x, y) for x, y in zip(found, gradients_of(USUAL, made, "cpu"), strict=True))
 
 
-@pytest.mark.parametrize("name", ["documents", "bits"])
+@pytest.mark.parametrize("name", ["documents", "tree", "bits"])
 def test_compiles_in_one_graph(name):
     found, dense = pattern(name, USUAL)
     x = tensors(USUAL)
