@@ -1,24 +1,36 @@
-"""README for a package index, where a path of the repository leads nowhere; pyproject.toml says all else."""
+"""Description and addresses of the project on a package index; pyproject.toml says all else.
+
+urls.toml has the project's public addresses, and none so far. An index shows README without the repository beside it:
+relative links become words, or with a `Source` in urls.toml links to it.
+"""
 
 import re
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
 
+HERE = Path(__file__).parent
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?!https?:)[^)]*\)\n\n?", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)]+)\)")
 
 
-def in_words(link: re.Match[str]) -> str:
-    """What it says, and the path in the source distribution that it leads to."""
-    words, path = link.groups()
-    return words if words == path else f"{words}: {path}"
+def description(readme: str, source: str | None) -> str:
+    """Return README without pictures of the repository, and with its relative links as words or to ``source``."""
+
+    def replaced(link: re.Match[str]) -> str:
+        words, path = link.groups()
+        if source is not None:
+            return f"[{words}]({source}/blob/main/{path})"
+        return words if words == path else f"{words}: {path}"
+
+    return LINK.sub(replaced, PICTURE.sub("", readme))
 
 
-def description(readme: str) -> str:
-    """Without pictures, and with words for links, where these are relative."""
-    return LINK.sub(in_words, PICTURE.sub("", readme))
-
-
-README = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-setup(long_description=description(README), long_description_content_type="text/markdown")
+if __name__ == "__main__":
+    urls = tomllib.loads((HERE / "urls.toml").read_text(encoding="utf-8"))
+    setup(
+        long_description=description((HERE / "README.md").read_text(encoding="utf-8"), urls.get("Source")),
+        long_description_content_type="text/markdown",
+        project_urls=urls,
+    )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tilewise.topk.selection import dynamic_mask
     from tilewise.varlen import varlen_attention, varlen_attn
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "TileMask": "tilewise.masks.block_sparse",
