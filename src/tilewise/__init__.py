@@ -2,6 +2,7 @@
 
 attention                      softmax(scale · q kᵀ + bias) v with masks, and gradients of q, k, v and bias
 scaled_dot_product_attention   attention with the signature of PyTorch's function
+sdpa                           PyTorch's function in code of others, computed by tilewise
 varlen_attention               attention of a packed batch: sequences of any lengths, concatenated
 varlen_attn                    varlen_attention with the signature of PyTorch's function
 merge_attention                attention over parts of the keys, merged by their LSEs, with gradients
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tilewise.api import attention
     from tilewise.cache import cache_info, clear_caches
     from tilewise.explanation.attention import explain, explain_varlen
+    from tilewise.integrations.pytorch import sdpa
     from tilewise.masks.block_sparse import TileMask
     from tilewise.masks.tree import tree_positions
     from tilewise.merge import merge_attention
@@ -53,6 +55,7 @@ _HOMES = {
     "merge_attention": "tilewise.merge",
     "plan": "tilewise.plans",
     "scaled_dot_product_attention": "tilewise.scaled_dot_product",
+    "sdpa": "tilewise.integrations.pytorch",
     "softmax": "tilewise.ops.row_softmax.api",
     "tree_positions": "tilewise.masks.tree",
     "varlen_attention": "tilewise.varlen",
@@ -73,6 +76,7 @@ __all__ = [
     "merge_attention",
     "plan",
     "scaled_dot_product_attention",
+    "sdpa",
     "softmax",
     "tree_positions",
     "varlen_attention",
@@ -86,7 +90,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
-    if name not in ("cache_info", "clear_caches", "explain", "explain_varlen", "plan"):
+    if name not in ("cache_info", "clear_caches", "explain", "explain_varlen", "plan", "sdpa"):
         from tilewise.operator.scripting import refuse
 
         refuse(value)

@@ -34,7 +34,7 @@ def check_tensor(name: str, x: object, *, may_be_causal: bool = False) -> None:
     if x.layout is not torch.strided or x.is_nested:
         kind = "a nested tensor" if x.is_nested else f"layout {x.layout}"
         raise TypeError(f"{name}: expected a dense tensor (layout torch.strided), got {kind}")
-    if type(x) not in PLAIN and _has_function(type(x)) and not (may_be_causal and is_causal_bias(x)):
+    if type(x) not in PLAIN and has_function(type(x)) and not (may_be_causal and is_causal_bias(x)):
         hint = "" if is_causal_bias(x) else "; if its memory holds its numbers, pass x.as_subclass(torch.Tensor)"
         raise TypeError(
             f"{name}: expected a plain torch.Tensor, got {type(x).__name__}, whose __torch_function__ may give it "
@@ -42,7 +42,7 @@ def check_tensor(name: str, x: object, *, may_be_causal: bool = False) -> None:
         )
 
 
-def _has_function(kind: type[Tensor]) -> bool:
+def has_function(kind: type[Tensor]) -> bool:
     function = kind.__torch_function__
     return function is not _NO_FUNCTION and getattr(function, "__func__", None) is not _DEFAULT_FUNCTION
 
