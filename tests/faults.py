@@ -9,6 +9,7 @@ from faults_masks import MASKS
 from faults_memory import MEMORY
 from faults_one_tile import ONE_TILE
 from faults_packed import PACKED
+from faults_sdpa import SDPA
 from faults_windows import WINDOWS
 
 FAULTS = [
@@ -668,5 +669,5 @@ FAULTS = [
         "NaN passes for a right answer",
         "tools/test_bench.py::test_a_wrong_answer_is_not_timed",
     ),
-    *MASKS, *DISTRIBUTED, *WINDOWS, *PACKED, *ONE_TILE, *MEMORY,
+    *MASKS, *DISTRIBUTED, *WINDOWS, *PACKED, *ONE_TILE, *MEMORY, *SDPA,
 ]  # fmt: skip
