@@ -1,4 +1,4 @@
-"""Faults of `tilewise.sdpa`: see faults.py."""
+"""Faults of `tilewise.sdpa` and of OpenFold's attention: see faults.py."""
 
 from __future__ import annotations
 
@@ -44,5 +44,20 @@ SDPA = [
         "tilewise/integrations/sdpa_calls.py", "_OLDEST = (8, 0)", "_OLDEST = (7, 5)",
         "calls on GPUs without kernels are an error",
         "integrations/test_sdpa_mode.py::test_old_gpus",
+    ),
+    Fault(
+        "tilewise/integrations/evoformer.py", "mask_biases and not bias.requires_grad and all(", "mask_biases and all(",
+        "a trained bias of the keys is read as a mask",
+        "integrations/test_evoformer_openfold.py::test_what_is_a_mask",
+    ),
+    Fault(
+        "tilewise/integrations/evoformer.py", "return bias > -5e3", "return bias > -5e4",
+        "a mask of -1e4 hides nothing",
+        "integrations/test_evoformer_openfold.py::test_masks_in_any_dtype",
+    ),
+    Fault(
+        "tilewise/integrations/evoformer.py", "else mask & seen", "else seen",
+        "of two mask biases the last one counts",
+        "integrations/test_evoformer_openfold.py::test_what_is_a_mask",
     ),
 ]  # fmt: skip

@@ -1,7 +1,8 @@
-"""Attention of models of biological structures: functions of cuEquivariance, DeepSpeed, and AlphaFold 3.
+"""Attention of models of biological structures: functions of cuEquivariance, DeepSpeed, OpenFold, and AlphaFold 3.
 
-cuEquivariance and DeepSpeed are neither imported nor needed: these functions run wherever `tilewise.attention` does.
-Every bias has a gradient, a query that sees no key gives 0, and nothing is copied unless a docstring says so.
+cuEquivariance, DeepSpeed and OpenFold are neither imported nor needed: these functions run wherever
+`tilewise.attention` does. Every bias has a gradient, a query that sees no key gives 0, and nothing is copied unless a
+docstring says so.
 docs/structure-models.md has recipes.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,6 +165,69 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         added.append(bias)
     o = attention(*(x.transpose(-3, -2) for x in (Q, K, V)), bias=tuple(added) or None)
     return o.transpose(-3, -2).contiguous()
+
+
+def openfold_attention(
+    query: Tensor, key: Tensor, value: Tensor, biases: Sequence[Tensor], use_high_precision: bool = False, *,
+    mask_biases: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute ``softmax(query @ key.mT + biases[0] + ...) @ value``, as ``_attention`` of OpenFold's Attention does.
+
+    OpenFold, OpenFold3, Boltz, Protenix and ESMFold, by OpenFold, have this function. They have multiplied query by
+    ``1 / sqrt(D)`` already, so that there is no scale.
+
+    Args:
+        query: (..., H, Q, D) with any number of leading dimensions, also none; float16, bfloat16, float32, or float64
+            (CPU). Any strides.
+        key: (..., H, K, D) in query's dtype.
+        value: (..., H, K, Dv) in query's dtype.
+        biases: a list or tuple of any number of tensors, each of which broadcasts to (..., H, Q, K). Any float dtype;
+            gradients have their shapes and dtypes and are summed in float32.
+        use_high_precision: OpenFold3's argument, which has no effect: scores and softmax are always float32, or float64
+            for float64 inputs.
+        mask_biases: take a bias of size 1 along heads and queries that requires no grad for a mask. Its numbers must be
+            0 at visible keys and -1e4 or less at hidden ones, as ``inf * (mask - 1)`` is. Then hidden keys cost no
+            addition and have no effect at all, and a query that sees no key gives 0. On a CPU other numbers are an
+            error; on a GPU they are not looked at, as the host would wait for them.
+
+    Returns:
+        (..., H, Q, Dv) in query's dtype.
+
+    Without ``mask_biases`` every bias is added as it is: a query whose keys all have a bias of -1e9 gives nearly the
+    mean of the values, as in OpenFold. Where two biases broadcast along different leading dimensions, this may be
+    several calls; see `tilewise.attention`.
+
+    Raises:
+        ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
+
+    Source: openfold/model/primitives.py of OpenFold for the signature; for the computation `tilewise.attention`.
+    """
+    check_flag("use_high_precision", use_high_precision)
+    check_flag("mask_biases", mask_biases)
+    if not isinstance(biases, (list, tuple)):
+        raise TypeError(f"biases: expected a list of tensors, got {type(biases).__name__}")
+    added, mask = [], None
+    for i, bias in enumerate(biases):
+        check_tensor(f"biases[{i}]", bias)
+        if mask_biases and not bias.requires_grad and all(size == 1 for size in bias.shape[-3:-1]):
+            seen = _seen_keys(f"biases[{i}]", bias)
+            mask = seen if mask is None else mask & seen
+        else:
+            added.append(bias)
+    call = partial(attention, bias=tuple(added) or None, mask=mask, scale=1.0)
+    if isinstance(query, Tensor) and query.dim() == 3:
+        return call(*(x[None] for x in (query, key, value))).squeeze(0)
+    return call(query, key, value)
+
+
+def _seen_keys(name: str, bias: Tensor) -> Tensor:
+    """Return the mask that a bias of 0 and -1e4 or less stands for. Half of -1e4 allows for its rounding."""
+    if bias.device.type == "cpu" and is_eager((bias,)) and not ((bias == 0) | (bias <= -5e3)).all():
+        raise ValueError(
+            f"{name}: with mask_biases=True a bias of shape {tuple(bias.shape)} must be 0 or at most -1e4, and holds "
+            "other numbers; mask_biases=False adds it as it is"
+        )
+    return bias > -5e3
 
 
 def attention_pair_bias(
