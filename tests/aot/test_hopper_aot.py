@@ -187,7 +187,7 @@ BACKWARDS = [
         52,
     ),
     # tiles are as wide as the greater of two head dimensions
-    ("3.6.0", replace(USUAL, D=40, Dv=128), 2 * 8 + 2 * 4 + 8, 0),
+    ("3.6.0", replace(USUAL, D=40, Dv=128), 3 + 8 + 2 * 4 + 8, 0),
 ]
 # With dropout: delta of a subtile's queries stays beside dP, and the numbers of its words in the loop.
 DROPOUT_BACKWARDS = [
