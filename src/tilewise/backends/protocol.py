@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from operator import itemgetter
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,12 +15,13 @@ from tilewise.spec.operands import TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band
 from tilewise.spec.seqlens import NO_LENGTHS, Lengths
+from tilewise.spec.table import SCORES, Axes, Maybe, rows_of
 
 Pass = Literal["forward", "backward"]
 
 
 class Inputs(NamedTuple):
-    """Inputs of a call. An optional input is None where the call has none.
+    """Inputs of a call, the table of `spec.table`. An optional input is None where the call has none.
 
     Bias components, lengths and tiles are nested records: their eighteen tensors, which few calls have, would
     lengthen each loop over the inputs of a call that takes 10 µs.
@@ -27,14 +30,14 @@ class Inputs(NamedTuple):
     the other operands with an axis of all queries or keys. Values per query and per key always have one.
     """
 
-    q: Tensor  # (B, H, M, D)
-    k: Tensor  # (B, Hkv, N, D)
-    v: Tensor  # (B, Hkv, N, Dv)
-    bias: Tensor | None  # (B|1, H|Hkv|1, M|1, N|1)
-    mask: Tensor | None  # like bias, bool
-    sink: Tensor | None = None  # (B|1, H|1, M|1)
+    q: Annotated[Tensor, Axes("B H M D", True, True)]
+    k: Annotated[Tensor, Axes("B Hkv N D", True, True)]
+    v: Annotated[Tensor, Axes("B Hkv N Dv", True, True)]
+    bias: Annotated[Maybe, Axes(SCORES, True)]
+    mask: Annotated[Maybe, Axes(SCORES)]  # bool
+    sink: Annotated[Maybe, Axes("B|1 H|1 M|1", True)] = None
     parts: Parts | None = None  # bias components
-    seed: Tensor | None = None  # of dropout, int64 (2,)
+    seed: Annotated[Maybe, Axes("2")] = None  # of dropout, int64
     lengths: Lengths | None = None  # of a packed batch
     tiles: TileTensors | None = None  # a tile mask, in place of the mask
 
@@ -48,6 +51,16 @@ class Inputs(NamedTuple):
         parts = NO_PARTS if self.parts is None else self.parts
         lengths = NO_LENGTHS if self.lengths is None else self.lengths
         return *self[:6], *parts, self.seed, *lengths, *(NO_TILES if self.tiles is None else self.tiles)
+
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors that can have a gradient, in the order of `Needs`."""
+        found: tuple[Tensor | None, ...] = _differentiable(self.flat())
+        return found
+
+    def to_differentiate(self) -> tuple[Tensor | None, ...]:
+        """Return `differentiable`, without the bias components if there are none, which come last."""
+        found: tuple[Tensor | None, ...] = _usual(self) if self.parts is None else self.differentiable()
+        return found
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Inputs:
@@ -64,8 +77,17 @@ class Inputs(NamedTuple):
         )  # fmt: skip
 
 
-# Names of the tensors in `Inputs.flat`.
-INPUT_NAMES = (*Inputs._fields[:6], *Parts._fields, "seed", *Lengths._fields, *TileTensors._fields)
+OPERANDS = rows_of(Inputs)
+INPUT_NAMES = tuple(OPERANDS)  # of the tensors in `Inputs.flat`
+_DIFFERENTIABLE = [name for name, row in OPERANDS.items() if row.grad]
+_differentiable = itemgetter(*[INPUT_NAMES.index(name) for name in _DIFFERENTIABLE])
+_usual = itemgetter(*[n for n, name in enumerate(Inputs._fields) if name in _DIFFERENTIABLE])
+
+
+def _one_each(default: Any) -> Any:
+    """Return a named tuple class with a field for each operand that can have a gradient."""
+    optional = [x for x in _DIFFERENTIABLE if x not in Inputs._fields or x in Inputs._field_defaults]
+    return namedtuple("_one_each", _DIFFERENTIABLE, defaults=[default] * len(optional))
 
 
 class Outputs(NamedTuple):
@@ -77,39 +99,26 @@ class Outputs(NamedTuple):
     o_low: Tensor | None = None
 
 
-class Needs(NamedTuple):
-    """Flags of the inputs that need a gradient."""
+class Needs(_one_each(False)):  # type: ignore[misc]
+    """Flags of the operands that need a gradient, True or False, by name and in the table's order."""
 
-    q: bool
-    k: bool
-    v: bool
-    bias: bool
-    sink: bool = False
-    cols: bool = False
-    rows: bool = False
-    query: bool = False
-    key: bool = False
-    toeplitz: bool = False
+    __slots__ = ()
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the fields of `Parts` that need a gradient."""
         return tuple(name for name in DIFFERENTIABLE if getattr(self, name))
 
+    @property
+    def of_problem(self) -> dict[str, Any]:
+        """Keyword arguments of `Problem.of`."""
+        return {"bias_grad": self.bias, "sink_grad": self.sink, "part_grads": self.parts}
 
-class Gradients(NamedTuple):
-    """Gradients in the shape and dtype of the inputs; None where `Needs` is False."""
 
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    bias: Tensor | None
-    sink: Tensor | None = None
-    cols: Tensor | None = None
-    rows: Tensor | None = None
-    query: Tensor | None = None
-    key: Tensor | None = None
-    toeplitz: Tensor | None = None
+class Gradients(_one_each(None)):  # type: ignore[misc]
+    """Gradients in the shape and dtype of the inputs, in the order of `Needs`; None where it is False."""
+
+    __slots__ = ()
 
 
 class Structure(NamedTuple):

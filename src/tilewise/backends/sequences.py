@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_low_bits, empty_output, lse_dtype
-from tilewise.spec.bias_components import Parts
+from tilewise.backends.protocol import INPUT_NAMES, OPERANDS
+from tilewise.spec.bias_components import DIFFERENTIABLE, Parts
 from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Distances, Score
 from tilewise.spec.seqlens import SequencePlace, places
@@ -167,17 +168,17 @@ class _Sequence(NamedTuple):
 
 def _named(inputs: Inputs) -> dict[str, Tensor]:
     """Return the tensors that may have a gradient, by the names of `Needs`."""
-    parts = {} if inputs.parts is None else inputs.parts._asdict()
-    every = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "bias": inputs.bias, "sink": inputs.sink, **parts}
-    return {name: x for name, x in every.items() if x is not None and name in Needs._fields}
+    return {name: x for name, x in zip(Needs._fields, inputs.differentiable(), strict=True) if x is not None}
 
 
 def _shared(problem: Problem, inputs: Inputs) -> set[str]:
     """Return the names of the tensors in `_named` with elements that several sequences read."""
     forms = () if problem.score.packed is None else problem.score.packed.forms
-    named = _named(inputs)
-    packed = {"q", "k", "v", "query", "key", *forms} | ({"bias"} if "ragged" in forms else set())
-    return {name for name, x in named.items() if name not in packed and x.shape[0] == 1}
+    packed = {*forms, *["bias"] * ("ragged" in forms)}
+    return {
+        name for name, x in _named(inputs).items()
+        if not OPERANDS[name].packed and name not in packed and x.shape[0] == 1
+    }  # fmt: skip
 
 
 def _part(problem: Problem, run: _SequenceRun, name: str, x: Tensor) -> Tensor:
@@ -185,10 +186,10 @@ def _part(problem: Problem, run: _SequenceRun, name: str, x: Tensor) -> Tensor:
     packed = problem.score.packed
     assert packed is not None
     assert problem.totals is not None
-    if name in ("q", "query") or (name == "sink" and "sink" in packed.forms):
+    if OPERANDS[name].packed:
+        return run.rows(x) if "M" in OPERANDS[name].sizes(2) else run.cols(x, 2)
+    if name == "sink" and "sink" in packed.forms:
         return run.rows(x)
-    if name in ("k", "v", "key"):
-        return run.cols(x, 2)
     if name == "bias" and "ragged" in packed.forms:
         return run.pairs(x)
     if name in packed.forms:
@@ -251,13 +252,11 @@ def _dense_inputs(problem: Problem, inputs: Inputs, run: _SequenceRun, wide: Col
     parts = inputs.parts
     if parts is not None:
         parts = Parts(
-            **{name: part(name, getattr(parts, name)) for name in ("cols", "rows", "query", "key", "toeplitz")},
+            **{name: part(name, getattr(parts, name)) for name in DIFFERENTIABLE},
             query_buckets=parts.query_buckets,
             key_buckets=parts.key_buckets,
         )
-    q, k, v, bias, mask, sink = (
-        part(name, x) for name, x in zip(("q", "k", "v", "bias", "mask", "sink"), inputs[:6], strict=True)
-    )
+    q, k, v, bias, mask, sink = (part(name, x) for name, x in zip(INPUT_NAMES[:6], inputs[:6], strict=True))
     assert q is not None
     assert k is not None
     assert v is not None

@@ -19,7 +19,6 @@ from tilewise.distributed.layout import Chunk, Flags, Grads, Ranks, Tensors
 from tilewise.distributed.operands import ContextParallelCall
 from tilewise.distributed.plan import Method, Saved
 from tilewise.operator.dispatch import backward_of
-from tilewise.spec.bias_components import DIFFERENTIABLE
 from tilewise.spec.score import ScoreNumbers
 
 # PyTorch has renamed two of its collectives.
@@ -158,10 +157,8 @@ def part_gradients(
     with torch.enable_grad():
         local = call.local(leaves, *at, sink=sink, first_head=first_head)
     inputs = local.inputs
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "bias", "sink")}
-    if inputs.parts is not None:
-        named |= {name: getattr(inputs.parts, name) for name in DIFFERENTIABLE}
-    asked = {name: x for name, x in named.items() if x is not None and x.requires_grad}
+    named = zip(Needs._fields, inputs.differentiable(), strict=True)
+    asked = {name: x for name, x in named if x is not None and x.requires_grad}
     if not asked:
         return [None] * len(leaves)
     wanted = Needs(*(name in asked for name in Needs._fields))

@@ -10,6 +10,7 @@ from typing import Any, Unpack, get_type_hints
 import torch
 from torch import Tensor
 
+from tilewise.backends import Needs
 from tilewise.explanation.shared import on_device
 from tilewise.explanation.text import Explanation
 from tilewise.explanation.work import (
@@ -31,7 +32,7 @@ from tilewise.frontend.leading import read_flattened, split_leading
 from tilewise.frontend.varlen import read_packed
 from tilewise.masks.block_sparse import TileMask
 from tilewise.planner import make_plan
-from tilewise.spec.bias_components import DIFFERENTIABLE, NO_PARTS
+from tilewise.spec.bias_components import NO_PARTS
 from tilewise.spec.problem import Problem, irregular
 from tilewise.spec.score import Numbers, Window
 from tilewise.spec.seqlens import Lengths, places
@@ -234,18 +235,11 @@ def _operand_bytes(call: Call, problem: Problem) -> tuple[int, int]:
 
 def _problem_of(call: Call, device: str | None) -> tuple[Problem, str | None]:
     """Return the problem of a call, and the name of its tensors' GPU, or None."""
-    q, bias, sink = call.inputs.q, call.inputs.bias, call.inputs.sink
-    parts = call.inputs.parts or NO_PARTS
-    asking = [name for name in DIFFERENTIABLE if (x := getattr(parts, name)) is not None and x.requires_grad]
+    q, needs = call.inputs.q, Needs(*[x is not None and x.requires_grad for x in call.inputs.differentiable()])
     problem = Problem.of(
-        *call.inputs,
-        call.score,
-        bias_grad=bias is not None and bias.requires_grad,
-        sink_grad=sink is not None and sink.requires_grad,
-        part_grads=tuple(asking),
-        deterministic=call.deterministic,
+        *call.inputs, call.score, **needs.of_problem, deterministic=call.deterministic,
         irregular=irregular(*call.inputs[:4]),
-    )
+    )  # fmt: skip
     if device is not None:
         return on_device(problem, device), None
     if q.is_meta:

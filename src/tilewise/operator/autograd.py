@@ -30,7 +30,6 @@ from tilewise.operator.custom_op import Operator, fake_gradients_like, gradients
 from tilewise.operator.dispatch import Forward, backward_of, describe, forward_of
 from tilewise.operator.eager import apply_of, is_differentiated, is_eager, is_eager_backward
 from tilewise.operator.tools import announce, recorded
-from tilewise.spec.bias_components import DIFFERENTIABLE
 from tilewise.spec.score import Score, ScoreNumbers
 
 
@@ -86,19 +85,13 @@ def _backward(
     cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: ScoreNumbers, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grads = _gradients(*cotangents, (*inputs.tensors(), *saved), terms, Needs(*wanted.needs))
-    return gradients_like(_differentiable(inputs), grads, inputs.q)
+    return gradients_like(inputs.differentiable(), grads, inputs.q)
 
 
 def _backward_fake(
     cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: ScoreNumbers, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return fake_gradients_like(_differentiable(inputs), wanted.needs, inputs.q)
-
-
-def _differentiable(inputs: Inputs) -> list[Tensor | None]:
-    """Return the inputs named by `Needs`, in its order."""
-    named = dict(zip(INPUT_NAMES, inputs.flat(), strict=True))
-    return [named[name] for name in Needs._fields]
+    return fake_gradients_like(inputs.differentiable(), wanted.needs, inputs.q)
 
 
 def _gradients(
@@ -318,7 +311,5 @@ def eager_attention(
         if views is not None:
             o, lse = views.outputs(o, lse)
         return o, public_lse(lse, o) if return_lse and lse is not None else None
-    q, k, v, bias, _, sink, parts, *_ = inputs
-    more = () if parts is None else [getattr(parts, name) for name in DIFFERENTIABLE]
-    found = _apply(q, k, v, bias, sink, *more, (inputs, terms, run, views, return_lse))
+    found = _apply(*inputs.to_differentiate(), (inputs, terms, run, views, return_lse))
     return found if return_lse else (found, None)

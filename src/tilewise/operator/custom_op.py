@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from tilewise.operator.eager import apply_of
 from tilewise.operator.tools import announce, exports_onnx
+from tilewise.spec.table import inner_record
 
 _library = torch.library.Library("tilewise", "DEF")
 
@@ -165,14 +166,9 @@ def autograd_again() -> Iterator[None]:
         yield
 
 
-def _inner(kind: Any) -> type | None:
-    """Return the record type of a field that is a record or None; None for other fields."""
-    return next((x for x in get_args(kind) if hasattr(x, "_fields")), None)
-
-
 def _fields(record: type) -> Iterator[tuple[str, Any]]:
     for name, kind in _hints(record):
-        inner = _inner(kind)
+        inner = inner_record(kind)
         if inner is None:
             yield name, kind
         else:
@@ -183,7 +179,7 @@ def _filled(record: type, values: Iterator[Any]) -> Any:
     """Return a record filled with the next values of `_fields`."""
     found = []
     for _, kind in _hints(record):
-        inner = _inner(kind)
+        inner = inner_record(kind)
         value = next(values) if inner is None else _filled(inner, values)
         found.append(None if inner is not None and all(x is None for x in value) else value)
     return record(*found)

@@ -94,8 +94,7 @@ def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: Sc
                 run = variants.resized(structure, terms, inputs, outputs, cotangents, needs)
         if run is None:
             names = _irregular(inputs, cotangents.o)
-            grads = {"bias_grad": needs.bias, "sink_grad": needs.sink, "part_grads": needs.parts}
-            problem = describe(inputs, terms, **grads, irregular=names)
+            problem = describe(inputs, terms, **needs.of_problem, irregular=names)
             run = _prepare_backward(make_plan(problem, terms.backend), inputs, outputs, cotangents, needs)
             if structure is not None and _keep_variant(alike, problem, run):
                 return run
@@ -140,19 +139,15 @@ def _empty_forward(problem: Problem, inputs: Inputs) -> Outputs:
 
 
 def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
-    q, k, v, bias, _, sink, parts, *_ = inputs
-    dq, dk, dv, dbias = (
-        torch.zeros_like(x) if need and x is not None else None
-        for x, need in zip((q, k, v, bias), needs[:4], strict=True)
-    )
-    dsink = None
-    if needs.sink and sink is not None:
+    pairs = zip(Needs._fields, needs, inputs.differentiable(), strict=True)
+    found = {name: torch.zeros_like(x) for name, need, x in pairs if need and x is not None}
+    if "sink" in found and inputs.sink is not None:
         assert outputs.lse is not None
         dlse = torch.zeros_like(outputs.lse) if cotangents.lse is None else cotangents.lse
         nothing = outputs.lse == -torch.inf
-        dsink = sink_gradient(sink, outputs.lse.masked_fill(nothing, torch.inf), dlse.masked_fill(nothing, 0.0))
-    dparts = {name: torch.zeros_like(getattr(parts, name)) for name in needs.parts}
-    return Gradients(dq, dk, dv, dbias, dsink, **dparts)
+        lse, dlse = outputs.lse.masked_fill(nothing, torch.inf), dlse.masked_fill(nothing, 0.0)
+        found["sink"] = sink_gradient(inputs.sink, lse, dlse)
+    return Gradients(*map(found.get, Gradients._fields))
 
 
 def _prepare_backward(plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Backward:

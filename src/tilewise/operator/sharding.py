@@ -18,9 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 import tilewise.operator.autograd  # noqa: F401  (defines the operators)
-from tilewise.spec.bias_components import DIFFERENTIABLE, Parts
-from tilewise.spec.block_mask import TileTensors
-from tilewise.spec.seqlens import Lengths
+from tilewise.backends.protocol import INPUT_NAMES, OPERANDS, Needs
 
 BATCH, HEADS = 0, 1
 
@@ -29,13 +27,11 @@ Spec = Any
 Choice = tuple[list[Placement | None], list[Placement | None]]  # of the outputs, of the arguments
 
 
-# Operands besides q, k and v, in the operators' order; below, those with a gradient.
-OPERANDS = ("bias", "mask", "sink", *Parts._fields, "seed", *Lengths._fields, *TileTensors._fields)
-DIFFERENTIATED = ("bias", "sink", *DIFFERENTIABLE)
+OTHERS = INPUT_NAMES[3:]  # besides q, k and v
 
 
 class ShardLayout(NamedTuple):
-    """Placements along one axis of a mesh: of tensors with query heads, of k and v, and of each of `OPERANDS`."""
+    """Placements along one axis of a mesh: of tensors with query heads, of k and v, and of each of `OTHERS`."""
 
     q: Placement
     kv: Placement
@@ -47,12 +43,12 @@ class ShardLayout(NamedTuple):
 
     @property
     def differentiated(self) -> list[Placement | None]:
-        named = dict(zip(OPERANDS, self.operands, strict=True))
-        return [self.q, self.kv, self.kv, *(named[name] for name in DIFFERENTIATED)]
+        named = dict(zip(OTHERS, self.operands, strict=True))
+        return [self.q, self.kv, self.kv, *(named[name] for name in Needs._fields[3:])]
 
 
 def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[ShardLayout]:
-    named = dict(zip(OPERANDS, operands, strict=True))
+    named = dict(zip(OTHERS, operands, strict=True))
     if named["cu_q"] is not None:
         raise NotImplementedError("cu_seqlens_q: packed batches take no DTensors; call it on local tensors")
     if named["tiles"] is not None:
@@ -63,11 +59,11 @@ def _layouts(q: Spec, k: Spec, operands: Sequence[Spec | None]) -> Iterator[Shar
     def operand(name: str, x: Spec | None, dim: int) -> Placement | None:
         if x is None:
             return None
-        has_axis = dim == BATCH if name.endswith("_shift") else not name.endswith("_buckets")
+        has_axis = "BH"[dim] in OPERANDS[name].sizes(dim)
         return Shard(dim) if has_axis and x.shape[dim] > 1 else Replicate()
 
     def split(dim: int) -> tuple[Placement | None, ...]:
-        return tuple(operand(name, x, dim) for name, x in zip(OPERANDS, operands, strict=True))
+        return tuple(operand(name, x, dim) for name, x in zip(OTHERS, operands, strict=True))
 
     whole = Replicate()
     yield ShardLayout(whole, whole, tuple(None if x is None else whole for x in operands))
@@ -92,7 +88,7 @@ def _gradient(placement: Placement | None, split: bool) -> Placement:
 
 @register_sharding(torch.ops.tilewise.attention.default)
 def _forward(q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
-    operands, terms = others[: len(OPERANDS)], others[len(OPERANDS) :]
+    operands, terms = others[: len(OTHERS)], others[len(OTHERS) :]
     whole = Replicate()  # low bits of o: empty without dropout, which does not support DTensors
     return [([at.q, at.q, whole], [*at.inputs, *(None,) * len(terms)]) for at in _layouts(q, k, operands)]
 
@@ -100,8 +96,8 @@ def _forward(q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
 @register_sharding(torch.ops.tilewise.attention_backward.default)
 def _backward(do: Spec | None, dlse: Spec | None, q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
     """Return the choices of the backward; others: other inputs, o, lse, low bits of o, terms, and needs."""
-    operands, terms_and_needs = others[: len(OPERANDS)], others[len(OPERANDS) + 3 :]
-    saved = None if others[len(OPERANDS) + 2] is None else Replicate()  # low bits of o, empty
+    operands, terms_and_needs = others[: len(OTHERS)], others[len(OTHERS) + 3 :]
+    saved = None if others[len(OTHERS) + 2] is None else Replicate()  # low bits of o, empty
     *_, needs = terms_and_needs
     choices: list[Choice] = []
     for at in _layouts(q, k, operands):

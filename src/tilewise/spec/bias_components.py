@@ -6,35 +6,32 @@ bias terms has no `Parts`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
 from tilewise.spec.relative import Relative
 from tilewise.spec.score import Distances, Score
+from tilewise.spec.table import Axes, Maybe, rows_of
 
 
 class Parts(NamedTuple):
     """The bias components, added to the scores beside the bias; None where there is none.
 
-    cols: (B|1, H|Hkv|1, 1, N|1), along the keys, beside a bias that is a matrix.
-    rows: (B|1, H|Hkv|1, M, 1), along the queries.
-    query, key: relative position values per query, (B|1, H|Hkv|1, M, R), and per key, (B|1, H|Hkv|1, N, R); see
-    `Relative`.
-    toeplitz: (B|1, H|Hkv|1, 1, M + N - 1), float32 or float64; one value for each ``j - i`` from 1 - M on.
-    query_shift, key_shift: int64 (B|1,).
-    query_buckets, key_buckets: int64 (count,).
+    query, key: relative position values, R for each query or key; see `Relative`, also for shifts and buckets.
+    toeplitz: float32 or float64; one value for each ``j - i`` from 1 - M on.
+    shifts, buckets: int64.
     """
 
-    cols: Tensor | None = None
-    rows: Tensor | None = None
-    query: Tensor | None = None
-    key: Tensor | None = None
-    toeplitz: Tensor | None = None
-    query_shift: Tensor | None = None
-    key_shift: Tensor | None = None
-    query_buckets: Tensor | None = None
-    key_buckets: Tensor | None = None
+    cols: Annotated[Maybe, Axes("B|1 H|Hkv|1 1 N|1", True, words="a bias along the keys")] = None
+    rows: Annotated[Maybe, Axes("B|1 H|Hkv|1 M 1", True, words="a bias along the queries")] = None
+    query: Annotated[Maybe, Axes("B|1 H|Hkv|1 M R", True, True, "a bias by distance with values per query")] = None
+    key: Annotated[Maybe, Axes("B|1 H|Hkv|1 N R", True, True, "a bias by distance with values per key")] = None
+    toeplitz: Annotated[Maybe, Axes("B|1 H|Hkv|1 1 M+N-1", True, words="a bias by distance alone")] = None
+    query_shift: Annotated[Maybe, Axes("B|1")] = None
+    key_shift: Annotated[Maybe, Axes("B|1")] = None
+    query_buckets: Annotated[Maybe, Axes("count")] = None
+    key_buckets: Annotated[Maybe, Axes("count")] = None
 
     def relatives(self, score: Score, M: int) -> list[tuple[str, Relative]]:
         """Return the relative position components, each with the name of the field that has its values."""
@@ -56,5 +53,5 @@ class Parts(NamedTuple):
 
 
 NO_PARTS = Parts()
-# Components that can have a gradient.
-DIFFERENTIABLE = ("cols", "rows", "query", "key", "toeplitz")
+ROWS = {name: row for name, row in rows_of(Parts).items() if row.grad}  # components with values
+DIFFERENTIABLE = tuple(ROWS)

@@ -12,11 +12,12 @@ numbers, and the number of partial tiles is not read from the device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise.spec.table import Axes, Maybe
 from tilewise.spec.visibility import HIDDEN, MIXED, WHOLE
 
 EMPTY, FULL, PARTIAL = 0, 1, 2  # PARTIAL and above
@@ -26,18 +27,18 @@ WORD = 32  # bits
 class TileTensors(NamedTuple):
     """The tensors of a tile mask, int32, contiguous and on the device of q; all None without one.
 
-    tiles: (B|1, H|Hkv|1, query tiles, key tiles).
-    bits: (places, block_m, block_n / 32); bit c % 32 of word c // 32 is key c of the tile. With intervals there are 0
+    tiles: one number for each tile, see above.
+    bits: bit c % 32 of word c // 32 is key c of the tile. With intervals there are 0
     places, and only the shape is read: it is the tile size.
-    begins, ends: (B|1, H|Hkv|1, 1, N), both or neither; offsets: (B|1, N + 1), for packed documents only, the first
-    token of each, padded with N.
+    begins, ends: both or neither.
+    offsets: for packed documents only, the first token of each, padded with N.
     """
 
-    tiles: Tensor | None = None
-    bits: Tensor | None = None
-    begins: Tensor | None = None
-    ends: Tensor | None = None
-    offsets: Tensor | None = None
+    tiles: Annotated[Maybe, Axes("B|1 H|Hkv|1 query_tiles key_tiles")] = None
+    bits: Annotated[Maybe, Axes("places block_m block_n/32")] = None
+    begins: Annotated[Maybe, Axes("B|1 H|Hkv|1 1 N")] = None
+    ends: Annotated[Maybe, Axes("B|1 H|Hkv|1 1 N")] = None
+    offsets: Annotated[Maybe, Axes("B|1 N+1")] = None
 
     @property
     def block(self) -> tuple[int, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tilewise.spec.bias_components import DIFFERENTIABLE
+from tilewise.spec.bias_components import ROWS
 
 
 class BiasKind(StrEnum):
@@ -63,13 +63,7 @@ class TensorSpec:
 
 
 # Names of the bias components in errors and explanations.
-PART_WORDS = {
-    "cols": "a bias along the keys",
-    "rows": "a bias along the queries",
-    "query": "a bias by distance with values per query",
-    "key": "a bias by distance with values per key",
-    "toeplitz": "a bias by distance alone",
-}
+PART_WORDS = {name: row.words for name, row in ROWS.items()}
 
 
 @dataclass(frozen=True)
@@ -82,26 +76,24 @@ class TileOperand:
     documents: bool = False  # intervals of packed documents, with their offsets
 
 
+_Specs: Any = make_dataclass("_Specs", [(name, TensorSpec | None, None) for name in ROWS], frozen=True)
+
+
 @dataclass(frozen=True)
-class PartOperands:
-    """The bias components of `Parts`. Relative position values have ``rows`` rows of ``cols`` entries.
+class PartOperands(_Specs):
+    """A `TensorSpec` or None for each of the differentiable `Parts`. Values by distance have ``rows`` rows of ``cols``.
 
     shifts, buckets: which of "query" and "key" have them.
     grads: which components require a gradient.
     """
 
-    cols: TensorSpec | None = None
-    rows: TensorSpec | None = None
-    query: TensorSpec | None = None
-    key: TensorSpec | None = None
-    toeplitz: TensorSpec | None = None
     shifts: tuple[str, ...] = ()
     buckets: tuple[str, ...] = ()
     grads: tuple[str, ...] = ()
 
     def named(self) -> list[tuple[str, TensorSpec]]:
         """Return the components that are present, with their names."""
-        return [(name, x) for name in DIFFERENTIABLE if (x := getattr(self, name)) is not None]
+        return [(name, x) for name in ROWS if (x := getattr(self, name)) is not None]
 
 
 class BroadcastGroup(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewise.spec.bias_components import Parts
+from tilewise.spec.bias_components import ROWS, Parts
 from tilewise.spec.block_mask import TileTensors
 from tilewise.spec.checks import (
     DTYPES,
@@ -29,6 +29,7 @@ from tilewise.spec.checks import (
 from tilewise.spec.operands import BiasKind, BroadcastGroup, PartOperands, Sizes, TensorSpec, TileOperand
 from tilewise.spec.score import Score
 from tilewise.spec.seqlens import Lengths, Packed
+from tilewise.spec.table import Axes
 from tilewise.spec.tiles import visible_pairs
 from tilewise.spec.tma import tensor_fits_tma
 
@@ -309,22 +310,17 @@ class _Operands:
         return TensorSpec(x.dtype, batch, heads, rows, 1)
 
     def parts(self, parts: Parts, score: Score, grads: tuple[str, ...]) -> PartOperands:
-        found: dict[str, TensorSpec] = {}
-        for name, x in parts.vectors():
-            operand = self.operand(name, x)
-            assert operand is not None
-            found[name] = operand
-        B, _, _, M, N = self.sizes
-        for name, rows in (("query", M), ("key", N)):
+        found: dict[str, TensorSpec | None] = {}
+        for name, row in ROWS.items():
+            x = getattr(parts, name)
+            found[name] = self.operand(name, x) if row.broadcasts else self._component(name, row, x)
+        for name in ("query", "key"):
             values, distances = getattr(parts, name), getattr(score, name)
             if (values is None) != (distances is None):
                 raise ValueError(f"bias: values per {name} and their distances go together")
             if values is not None:
                 shift, buckets = getattr(parts, f"{name}_shift"), getattr(parts, f"{name}_buckets")
-                found[name] = self._by_distance(name, values, rows, None)
-                _check_distances(name, distances, values if buckets is None else buckets, shift, B)
-        if parts.toeplitz is not None:
-            found["toeplitz"] = self._by_distance("all", parts.toeplitz, 1, max(M + N - 1, 0))
+                _check_distances(name, distances, values if buckets is None else buckets, shift, self.sizes.B)
         kinds = ("query", "key")
         return PartOperands(
             **found,
@@ -333,16 +329,24 @@ class _Operands:
             grads=grads,
         )
 
-    def _by_distance(self, name: str, values: Tensor, rows: int, cols: int | None) -> TensorSpec:
-        B, H, Hkv, _, _ = self.sizes
-        if values.dtype not in DTYPES:
-            raise TypeError(f"bias: values per {name}: dtype must be float, got {values.dtype}")
-        if values.device != self.device:
-            raise ValueError(f"bias: values per {name}: must be on q's device {self.device}, got {values.device}")
-        b, h, m, n = values.shape if values.dim() == 4 else (0, 0, 0, 0)
-        packed = self.totals is not None and name != "all"  # like q or k
-        expected = self.totals[name == "key"] if packed and self.totals is not None else rows
-        batches = (1,) if packed else (1, B)
-        if b not in batches or h not in (1, Hkv, H) or m != expected or n != (n if cols is None else cols):
-            raise ValueError(f"bias: values per {name}: shape {_shape(values)} does not fit the call")
-        return TensorSpec(values.dtype, B if packed else b, h, rows, n)
+    def _component(self, name: str, row: Axes, x: Tensor | None) -> TensorSpec | None:
+        """Describe a bias component whose axes are those of its ``row`` in the table."""
+        if x is None:
+            return None
+        at = "all" if name == "toeplitz" else name
+        if x.dtype not in DTYPES:
+            raise TypeError(f"bias: values per {at}: dtype must be float, got {x.dtype}")
+        if x.device != self.device:
+            raise ValueError(f"bias: values per {at}: must be on q's device {self.device}, got {x.device}")
+        B, H, Hkv, M, N = self.sizes
+        known = {"B": B, "H": H, "Hkv": Hkv, "M": M, "N": N, "M+N-1": max(M + N - 1, 0)}
+        totals = self.totals if row.packed else None
+        if totals is not None:
+            known |= {"B": 1, "M": totals[0], "N": totals[1]}
+        axes = [[int(size) if size.isdigit() else known.get(size) for size in row.sizes(n)] for n in range(4)]
+        if x.dim() != 4 or not all(None in allowed or n in allowed for n, allowed in zip(x.shape, axes, strict=True)):
+            raise ValueError(f"bias: values per {at}: shape {_shape(x)} does not fit the call")
+        b, h, m, n = x.shape
+        if totals is not None:
+            b, m = B, N if "N" in row.sizes(2) else M
+        return TensorSpec(x.dtype, b, h, m, n)

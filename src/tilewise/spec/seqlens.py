@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from torch import Tensor
+from tilewise.spec.table import Axes, Maybe
 
 
 class Lengths(NamedTuple):
     """Sequence offsets of a packed batch, int32 or int64 on the device of q; all None without one.
 
-    cu_q, cu_k: (B + 1,), in queries and in keys.
-    used_k: (B,), number of keys in use, or None for all.
-    pairs: (B + 1,), offset in elements of the matrix of each sequence in a ragged bias.
+    cu_q, cu_k: in queries and in keys.
+    used_k: number of keys in use, or None for all.
+    pairs: offset in elements of the matrix of each sequence in a ragged bias.
     """
 
-    cu_q: Tensor | None = None
-    cu_k: Tensor | None = None
-    used_k: Tensor | None = None
-    pairs: Tensor | None = None
+    cu_q: Annotated[Maybe, Axes("B+1")] = None
+    cu_k: Annotated[Maybe, Axes("B+1")] = None
+    used_k: Annotated[Maybe, Axes("B")] = None
+    pairs: Annotated[Maybe, Axes("B+1")] = None
 
 
 NO_LENGTHS = Lengths()
