@@ -205,7 +205,7 @@ def attention(
     if arguments is not None:
         given = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
         limits = None if causal is False and window is None else (causal, window)
-        found = cache_call(given, arguments, return_lse, *call[1:], parts=call.inputs.parts, limits=limits)
+        found = cache_call(given, arguments, return_lse, call, limits=limits)
         if found is not None:
             return found if return_lse else found[0]  # type: ignore[return-value]
     o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)

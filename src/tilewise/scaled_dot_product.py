@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tilewise.backends import Inputs
-from tilewise.frontend.arguments import cast, with_seed
+from tilewise.frontend.arguments import Call, cast, with_seed
 from tilewise.frontend.autocast import autocast, autocast_on, autocast_somewhere
 from tilewise.frontend.call_cache import cache_call, cached_call
 from tilewise.frontend.jagged import are_jagged, jagged_attention
@@ -142,12 +142,12 @@ def scaled_dot_product_attention(
     query, key, value = autocast(query, key, value)
     inputs, fold = _fold(query, key, value, attn_mask, enable_gqa)
     score = Score.of(band, query.shape[-1], dropout_p=dropout_p, scale=scale)
-    read = score, torch.are_deterministic_algorithms_enabled(), "auto"
+    call = Call(inputs, score, torch.are_deterministic_algorithms_enabled(), "auto")
     if given is not None and arguments is not None and fold.as_query and _same(inputs, given):
-        found = cache_call(given, arguments, False, *read, exact=True)
+        found = cache_call(given, arguments, False, call, exact=True)
         if found is not None:
             return found[0]
-    o, _ = attention_op(with_seed(inputs, score), *read, return_lse=False, exact=True)
+    o, _ = attention_op(with_seed(inputs, score), *call[1:], return_lse=False, exact=True)
     return fold.unfold(o)
 
 

@@ -445,7 +445,7 @@ def test_the_operator(name):
     bias = None if name is None else BIASES[name](new)[0]
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "packed_key", lambda *_: None)
+        patch.setattr(varlen, "settings_key", lambda **_: None)
         patch.setattr(varlen, "attention_op", lambda *x, **y: calls.append(x) or (qkv[0][None], qkv[0]))
         call(qkv, USED, bias=bias, sink=torch.randn(H, USED.total_q, requires_grad=True))
     inputs, score, *_ = calls[0]

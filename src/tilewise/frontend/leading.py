@@ -12,12 +12,11 @@ from torch import Tensor
 from tilewise.backends import Inputs
 from tilewise.bias.terms import Term
 from tilewise.frontend.arguments import Bias, Call, Mask, Seed, check_inputs, read_call, with_seed
-from tilewise.frontend.call_cache import cache_flattened, is_cacheable
+from tilewise.frontend.call_cache import cache_call
 from tilewise.masks.block_sparse import tile_mask_of
 from tilewise.operator.autograd import attention_op
 from tilewise.spec.checks import check_broadcast, check_sink
 from tilewise.spec.operands import Sizes
-from tilewise.spec.score import ScoreNumbers
 from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
 
 Size = tuple[int, ...]
@@ -45,12 +44,10 @@ def attention_of_leading(
     options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
     if repeats:
         check_inputs(q, k, v, bias, mask, sink)
-    whole = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
-    if arguments is not None and way.in_order and _are_tensors(bias, mask) and is_cacheable(whole):
+    if arguments is not None and way.in_order and _are_tensors(bias, mask):
         (flattened,) = split.calls
-        call = read_flattened(flattened, repeats, options)
-        views = Inputs(*flattened)  # type: ignore[arg-type]
-        cached = cache_flattened(whole, views, arguments, return_lse, ScoreNumbers.of(*call[1:]))
+        whole = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
+        cached = cache_call(whole, arguments, return_lse, read_flattened(flattened, repeats, options))
         if cached is not None:
             return cached if return_lse else cached[0]
     found: list[Any] = []

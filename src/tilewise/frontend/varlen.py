@@ -23,15 +23,15 @@ from tilewise.frontend.arguments import (
     with_seed,
     with_slots,
 )
-from tilewise.frontend.autocast import autocast
-from tilewise.frontend.call_cache import SETTINGS, cache_packed_call, cached_packed_call, packed_key, settings_key
+from tilewise.frontend.autocast import autocast, autocast_somewhere
+from tilewise.frontend.call_cache import SETTINGS, cache_call, cached_call, settings_key
 from tilewise.masks.block_sparse import TileMask, is_block_mask
 from tilewise.operator.autograd import attention_op, heads_first
 from tilewise.planner import check_backend
 from tilewise.spec.checks import DTYPES, check_flag, check_head_dim, check_lengths
 from tilewise.spec.integers import LARGEST_SIZE, check_range
 from tilewise.spec.operands import Sizes
-from tilewise.spec.score import Band, Numbers, Score, ScoreNumbers, check_numbers
+from tilewise.spec.score import Band, Numbers, Score, check_numbers
 from tilewise.spec.seqlens import Lengths, Packed, places
 from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
 
@@ -52,21 +52,23 @@ def packed_attention(
     check_flag("return_lse", return_lse)
     if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # the CPU checks max_seqlen exactly
         longest = shared_longest(longest, **options)
-    key, given = None, Inputs(q, k, v, options.get("bias"), options.get("mask"), options.get("sink"), lengths=lengths)
+    given = Inputs(q, k, v, options.get("bias"), options.get("mask"), options.get("sink"), lengths=lengths)
     if type(given.bias) is RaggedBias:
         pairs = given.bias.offsets
         given = given._replace(bias=given.bias.values, lengths=lengths._replace(pairs=pairs))
-    if not options.get("validate") and options.get("dropout_seed") is None:
+    settings = found = None
+    if not options.get("validate") and options.get("dropout_seed") is None and not autocast_somewhere():
         settings = settings_key(**{name: options[name] for name in SETTINGS if name in options})
-        key = packed_key(given, longest, exact, settings)
-    found = None if key is None else cached_packed_call(key, given, return_lse)
+    arguments = longest, exact, settings
+    cached = settings is not None and type(longest[0]) is type(longest[1]) is int
+    if cached:
+        found = cached_call(given, arguments, return_lse)
+    if found is None:
+        call = read_packed(q, k, v, lengths, longest, **options)
+        if cached:
+            found = cache_call(given, arguments, return_lse, call, exact=exact)
     if found is not None:
         return found if return_lse else found[0]  # type: ignore[return-value]
-    call = read_packed(q, k, v, lengths, longest, **options)
-    if key is not None:
-        found = cache_packed_call(key, given, return_lse, call.inputs, ScoreNumbers.of(*call[1:], exact))
-        if found is not None:
-            return found if return_lse else found[0]  # type: ignore[return-value]
     inputs = with_seed(call.inputs, call.score)
     o, lse = attention_op(inputs, *call[1:], return_lse=return_lse, exact=exact)
     o = o.squeeze(0).transpose(0, 1)  # an index would copy the cotangent

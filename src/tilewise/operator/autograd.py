@@ -174,6 +174,13 @@ class ShapedViews(NamedTuple):
     lead: tuple[int, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
 
+    @classmethod
+    def between(cls, given: Inputs, taken: Inputs) -> ShapedViews | None:
+        """Return views of ``given`` with the shapes of ``taken``; None if these are its own."""
+        pairs = zip(given[:6], taken[:6], strict=True)
+        shapes = [None if x is None or y is None or x.shape == y.shape else tuple(y.shape) for x, y in pairs]
+        return None if shapes == [None] * 6 else cls(tuple(given.q.shape[:-3]) if shapes[0] else (), tuple(shapes))
+
     def inputs(self, given: Inputs) -> Inputs:
         q, k, v, bias, mask, sink, *more = given
         pairs = zip((q, k, v, bias, mask, sink), self.shapes, strict=True)

@@ -17,11 +17,12 @@ from tilewise.spec.tensors import PLAIN
 
 _is_tracing = torch._C._is_tracing
 _is_transformed = torch._C._are_functorch_transforms_active
+_STRIDED = torch.strided
 _NO_COMPLEX = torch.bfloat16  # no complex dtype, so no negative bit: saves is_neg(), which takes longer
 
 
 def is_eager(tensors: Sequence[Tensor | None]) -> bool:
-    """True if no compiler, tracer or transform is active, so that the dispatcher is not needed.
+    """True if no compiler, tracer or transform is active, and the tensors are dense: the dispatcher is not needed.
 
     The dispatcher also handles tensors that outlived their transform, or with the negative bit (``z.conj().imag``). The
     first tensor must not be None; the others are on its device in a valid call.
@@ -30,7 +31,8 @@ def is_eager(tensors: Sequence[Tensor | None]) -> bool:
         return False
     for x in tensors:
         if x is not None and (
-            type(x) not in PLAIN or _is_wrapped(x) or (x.dtype is not _NO_COMPLEX and x.is_neg())
+            type(x) not in PLAIN or _is_wrapped(x) or x.layout is not _STRIDED
+            or (x.dtype is not _NO_COMPLEX and x.is_neg())
         ):  # fmt: skip
             return False
     first = tensors[0]
