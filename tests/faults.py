@@ -127,9 +127,30 @@ FAULTS = [
         "unit/test_autograd.py::test_a_usual_call_follows_the_determinism_that_is_asked_for",
     ),
     Fault(
+        "tilewise/operator/dispatch.py", '"backward", found, forward, needs)', '"backward", found, forward)',
+        "a prepared backward of an eager call answers one that needs other gradients",
+        "unit/test_cache.py::test_a_backward_is_found_by_what_it_reads",
+    ),
+    Fault(
+        "tilewise/operator/structure.py", "None if x is None else (x.stride(), x.dtype, x.numel()) for x in tensors])",
+        "None if x is None else (x.dtype, x.numel()) for x in tensors])",
+        "a backward reads tensors that a hook restored with other strides as those that were saved",
+        "unit/test_cache.py::test_a_backward_is_found_by_what_it_reads",
+    ),
+    Fault(
+        "tilewise/spec/problem.py", "not all(None in allowed or n in allowed", "not all(None in allowed or n >= 1",
+        "the axes of an operand's row are not checked",
+        "unit/test_operand_table.py::test_one_row_adds_an_operand",
+    ),
+    Fault(
+        "tilewise/operator/sharding.py", '"BH"[dim] in OPERANDS[name].sizes(dim)', "True",
+        "DTensor splits buckets, which have no batch",
+        "unit/test_operand_table.py::test_one_row_adds_an_operand",
+    ),
+    Fault(
         "tilewise/operator/dispatch.py", '"backward", found, terms, needs)', '"backward", found, terms)',
         "a prepared backward answers calls that need other gradients",
-        "unit/test_autograd.py::test_gradients_only_for_what_asks_for_one",
+        "unit/test_cache.py::test_a_backward_is_found_by_what_it_reads",
     ),
     Fault(
         "tilewise/frontend/call_cache.py", "if limits is not None:", "if False:",

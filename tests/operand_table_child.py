@@ -84,6 +84,12 @@ def test_placements():
 
     mesh = SimpleNamespace(shape=(2,))
     q = SimpleNamespace(shape=(B, H, M, D), mesh=mesh)
+
+    def place(name):
+        """Placement of 6 numbers where the batch is split."""
+        numbers = [SimpleNamespace(shape=(6,)) if name == x else None for x in OTHERS]
+        return [*_layouts(q, q, numbers)][1].operands[OTHERS.index(name)]
+
     for batch in (1, B):
         others = [SimpleNamespace(shape=(batch, H, 2, R)) if name == "dummy" else None for name in OTHERS]
         whole, by_batch, by_heads = _layouts(q, q, others)
@@ -92,6 +98,7 @@ def test_placements():
         assert by_batch.operands[at] == (Shard(0) if batch > 1 else Replicate())
         assert by_heads.operands[at] == Shard(1)
         assert by_heads.differentiated[-1] == Shard(1)
+    assert [place("query_shift"), place("query_buckets")] == [Shard(0), Replicate()]
 
 
 def test_words(monkeypatch):

@@ -18,9 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
 from tilewise import attention
+from tilewise.backends import Inputs, Needs, Outputs
 from tilewise.bias import t5_bias
 from tilewise.cache import CallCache, calls, prepared_once
 from tilewise.integrations.evoformer import attention_pair_bias, triangle_attention
+from tilewise.operator.dispatch import backward_of, forward_of
+from tilewise.spec.score import Band, Score, ScoreNumbers
 
 ELSEWHERE = (type, types.ModuleType, types.FrameType, types.CodeType)  # not what a cached object holds
 
@@ -334,3 +337,24 @@ def test_no_cached_object_holds_a_tensor(monkeypatch, backend):
     assert all(map(cached, ("call", "packed", "forward", "backward")))
     calls.put(("planted",), lambda: call)
     assert any(isinstance(x, torch.Tensor) for x in reachable((calls._recent, calls._older)))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_backward_is_found_by_what_it_reads(monkeypatch, known):
+    """Whether its forward is known or not: gradients that are required, and strides, which a hook may change."""
+    empty_cache(monkeypatch)
+    q, k, v = (torch.randn(2, 3, 5, 8) for _ in range(3))
+    inputs, terms = Inputs(q, k, v, None, None), ScoreNumbers.of(Score.of(Band(), 8), False, "cpu")
+    forward = forward_of(inputs, terms)
+    outputs = forward(inputs)
+
+    def found(inputs, needs=(True, True, True, False)):
+        cotangents = Outputs(torch.ones_like(q), None)
+        return backward_of(inputs, outputs, cotangents, terms, Needs(*needs), forward if known else None)
+
+    first = found(inputs)
+    assert found(inputs._replace(q=q.clone())) is first
+    assert found(inputs, (True, False, True, False)) is not first
+    assert found(inputs._replace(q=q.transpose(1, 2).contiguous().transpose(1, 2))) is not first
+    with pytest.raises(TypeError, match=r"^v: dtype must equal q's"):
+        found(inputs._replace(v=v.double()))

@@ -65,13 +65,15 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Inputs:
         """Rebuild the record from the result of `tensors` or `flat`."""
+        if len(tensors) == 6:
+            return cls(*tensors)
         q, k, v, bias, mask, sink, *more = tensors
         parts, rest = more[: len(NO_PARTS)], more[len(NO_PARTS) + 1 :]
         lengths, tiles = rest[: len(NO_LENGTHS)], rest[len(NO_LENGTHS) :]
         return cls(
             q, k, v, bias, mask, sink,
             Parts(*parts) if any(x is not None for x in parts) else None,
-            more[len(NO_PARTS)] if more else None,
+            more[len(NO_PARTS)],
             Lengths(*lengths) if any(x is not None for x in lengths) else None,
             TileTensors(*tiles) if any(x is not None for x in tiles) else None,
         )  # fmt: skip

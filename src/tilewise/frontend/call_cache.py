@@ -60,20 +60,20 @@ def settings_key(
 
 def _look_up(inputs: Inputs, arguments: tuple) -> tuple[tuple, Inputs] | None:
     """Return the key of a call and its inputs without a bias term; None if it is not cached: only eager calls are."""
-    bias, mask = inputs.bias, inputs.mask
+    q, k, v, bias, mask, _, _, _, lengths, _ = inputs
     if type(mask) is TileMask:
         if mask.kept is not None:  # selected keys: the gather is chosen while the call is read
             return None
         inputs, arguments = inputs._replace(mask=None, tiles=mask.tensors), (arguments, mask.queries, mask.keys)
-    if inputs.lengths is None and (type(bias) is T5Bias or type(bias) is Alibi):
+    if (type(bias) is T5Bias or type(bias) is Alibi) and lengths is None:
         settings = _settings(bias)
         if settings is None:
             return None
         inputs, arguments = inputs._replace(bias=None), (arguments, settings)
     tensors = inputs.tensors()
-    if inputs.q is None or inputs.k is None or inputs.v is None or not is_eager(tensors):
+    if q is None or k is None or v is None or not is_eager(tensors):
         return None
-    return ("call" if inputs.lengths is None else "packed", layouts(*tensors), arguments), inputs
+    return ("call" if lengths is None else "packed", layouts(*tensors), arguments), inputs
 
 
 def _settings(term: Any) -> tuple | None:

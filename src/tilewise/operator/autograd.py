@@ -84,7 +84,7 @@ def public_lse(lse: Tensor, o: Tensor) -> Tensor:
 def _backward(
     cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: ScoreNumbers, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = _gradients(*cotangents, (*inputs.tensors(), *saved), terms, Needs(*wanted.needs))
+    grads = _gradients(*cotangents, inputs, saved, terms, Needs(*wanted.needs))
     return gradients_like(inputs.differentiable(), grads, inputs.q)
 
 
@@ -95,32 +95,16 @@ def _backward_fake(
 
 
 def _gradients(
-    do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs
-) -> Gradients:
-    """Return the gradients. ``saved``: the tensors of `Inputs`, then of `Outputs`. ``do`` None means zeros."""
-    if len(saved) == 9:  # without bias components, lengths or tiles
-        q, k, v, bias, mask, sink, o, lse, o_low = saved
-        inputs = Inputs(q, k, v, bias, mask, sink)
-    else:
-        *given, o, lse, o_low = saved
-        inputs = Inputs.of(given)
+    do: Tensor | None, dlse: Tensor | None, inputs: Inputs, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs,
+    forward: Forward | None = None,
+) -> Gradients:  # fmt: skip
+    """Return the gradients. ``do`` None means zeros. saved: `_Saved`. forward: see `backward_of`."""
+    o, lse, o_low = saved
     outputs = Outputs(o, lse, None if o_low is None or o_low.shape != o.shape else o_low)
     # resolve_neg: a kernel reads memory and would miss a tensor's negative bit.
     do = torch.zeros_like(o) if do is None else do.resolve_neg()
     cotangents = Outputs(do, None if dlse is None else public_lse(dlse.resolve_neg(), o))
-    return backward_of(inputs, outputs, cotangents, terms, needs)(inputs, outputs, cotangents)
-
-
-def _eager_gradients(
-    do: Tensor | None, dlse: Tensor | None, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs
-) -> Sequence[Tensor | None]:
-    """Return `_gradients` in the backward of an eager call, by the operator if this backward is not eager."""
-    if not is_eager_backward(do, dlse):
-        return _by_operator(saved, terms, do, dlse, list(needs))
-    if profiler._is_profiler_enabled:
-        call = do, dlse, saved, terms, needs
-        return recorded("tilewise::attention_backward", (do, dlse, *saved), _gradients, *call)
-    return _gradients(do, dlse, saved, terms, needs)
+    return backward_of(inputs, outputs, cotangents, terms, needs, forward)(inputs, outputs, cotangents)
 
 
 def _setup(ctx: Any, inputs: Inputs, terms: ScoreNumbers, output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
@@ -131,21 +115,22 @@ def _setup(ctx: Any, inputs: Inputs, terms: ScoreNumbers, output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     """Return the gradients of `Inputs.flat`."""
+    if do is None and dlse is None:
+        return (None,) * len(INPUT_NAMES)
     asked = dict(zip(INPUT_NAMES, ctx.needs_input_grad, strict=False))
-    grads = _by_operator(ctx.saved_tensors, ctx.terms, do, dlse, [asked[name] for name in Needs._fields])
+    *given, o, lse, o_low = ctx.saved_tensors
+    needs = Needs(*[asked[name] for name in Needs._fields])
+    grads = _by_operator(do, dlse, Inputs.of(given), (o, lse, o_low), ctx.terms, needs)
     named = dict(zip(Needs._fields, grads, strict=True))
     return tuple(named.get(name) for name in INPUT_NAMES)
 
 
 def _by_operator(
-    saved: Sequence[Any], terms: ScoreNumbers, do: Tensor | None, dlse: Tensor | None, needs: list[bool]
+    do: Tensor | None, dlse: Tensor | None, inputs: Inputs, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs
 ) -> tuple[Tensor | None, ...]:
-    """Return `Gradients` by the operator; ``needs`` may have only the first entries of `Needs`."""
-    if do is None and dlse is None:
-        return (None,) * len(needs)
-    *given, o, lse, o_low = saved
-    grads = ATTENTION_BACKWARD(do, dlse, *Inputs.of(given).flat(), o, lse, o_low, *terms, [*Needs(*needs)])
-    return tuple(g if need else None for g, need in zip(grads, needs, strict=False))
+    """Return `_gradients` by the operator."""
+    grads = ATTENTION_BACKWARD(do, dlse, *inputs.flat(), *saved, *terms, [*needs])
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
 def _plain(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor]:
@@ -246,33 +231,47 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         inputs, terms, run, views, return_lse = arguments[-1]
-        o, lse, o_low = run(inputs if views is None else views.inputs(inputs))
-        _setup(ctx, inputs, terms, (o, lse, o_low))
-        ctx.views = views
+        compute = _profiled(run, inputs) if profiler._is_profiler_enabled else run
+        output = compute(inputs if views is None else views.inputs(inputs))
+        _setup(ctx, inputs, terms, output)
+        ctx.run, ctx.views = run, views
+        o, lse, _ = output
         if views is not None:
             o, lse = views.outputs(o, lse)
-        return (o, public_lse(lse, o)) if return_lse else o
+        return (o, public_lse(lse, o)) if return_lse and lse is not None else o
 
     @staticmethod
     def backward(ctx, do, dlse=None):
         needs = ctx.needs_input_grad[:-1]
         if do is None and dlse is None:
             return (None,) * (len(needs) + 1)
-        saved, views = ctx.saved_tensors, ctx.views
-        if views is None:
-            grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*needs))
-            return *grads[: len(needs)], None
-        *given, o, lse, o_low = saved
-        inputs = Inputs.of(given) if len(given) > 6 else Inputs(*given)
-        saved = (*views.inputs(inputs).tensors(), o, lse, o_low)
-        do, dlse = views.cotangents(do, dlse)
-        grads = _eager_gradients(do, dlse, saved, ctx.terms, Needs(*needs))
-        return *views.gradients(grads, inputs)[: len(needs)], None
+        *tensors, o, lse, o_low = ctx.saved_tensors
+        views, saved = ctx.views, (o, lse, o_low)
+        given = inputs = Inputs.of(tensors)
+        if views is not None:
+            inputs = views.inputs(given)
+            do, dlse = views.cotangents(do, dlse)
+        call = do, dlse, inputs, saved, ctx.terms, Needs(*needs)
+        if not is_eager_backward(do, dlse):
+            grads = _by_operator(*call)
+        elif profiler._is_profiler_enabled:
+            names = do, dlse, *inputs.tensors(), *saved
+            grads = recorded("tilewise::attention_backward", names, _gradients, *call, ctx.run)
+        else:
+            grads = _gradients(*call, ctx.run)
+        if views is not None:
+            grads = views.gradients(grads, given)
+        return *grads[: len(needs)], None
 
     jvp = staticmethod(ATTENTION.refuse_tangents)
 
 
 _apply = apply_of(_EagerAttention)
+
+
+def _profiled(run: Forward, inputs: Inputs) -> Forward:
+    """Return ``run``, or a function that is also recorded as the operator if a profiler is active."""
+    return partial(recorded, "tilewise::attention", inputs.tensors(), run) if profiler._is_profiler_enabled else run
 
 
 def attention_op(
@@ -294,10 +293,7 @@ def attention_outputs(
     the LSE has the dtype that the backward gets, see `saved_lse_dtype`."""
     terms = ScoreNumbers.of(score, deterministic, backend)
     if is_eager(inputs.tensors()):
-        run = forward_of(inputs, terms)
-        if profiler._is_profiler_enabled:
-            run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
-        o, lse, o_low = run(inputs)
+        o, lse, o_low = _profiled(forward_of(inputs, terms), inputs)(inputs)
     else:
         o, lse, o_low = ATTENTION.traced_call(*inputs.flat(), *terms)
         o_low = o_low if o_low.shape == o.shape else None
@@ -311,12 +307,12 @@ def eager_attention(
 
     With ``views``, ``run`` takes views of the inputs.
     """
-    if profiler._is_profiler_enabled:
-        run = partial(recorded, "tilewise::attention", inputs.tensors(), run)
-    if not is_differentiated(inputs.tensors()):
-        o, lse, _ = run(inputs if views is None else views.inputs(inputs))
+    tensors = inputs.to_differentiate()
+    if not is_differentiated(tensors):
+        compute = _profiled(run, inputs) if profiler._is_profiler_enabled else run
+        o, lse, _ = compute(inputs if views is None else views.inputs(inputs))
         if views is not None:
             o, lse = views.outputs(o, lse)
         return o, public_lse(lse, o) if return_lse and lse is not None else None
-    found = _apply(*inputs.to_differentiate(), (inputs, terms, run, views, return_lse))
+    found = _apply(*tensors, (inputs, terms, run, views, return_lse))
     return found if return_lse else (found, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.backends import empty_low_bits, empty_output, lse_dtype, sink_gradient
 from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
 from tilewise.cache import calls
-from tilewise.operator.structure import Layout, Structure, Variants, layouts, structure_of, terms_key
+from tilewise.operator.structure import Layout, Structure, Variants, layouts, restored_layouts, structure_of, terms_key
 from tilewise.planner import Plan, make_plan
 from tilewise.spec.problem import Problem, irregular
 from tilewise.spec.score import ScoreNumbers
@@ -76,15 +76,23 @@ def _keep_variant(key: tuple, problem: Problem, run: Any) -> bool:
     return variants.add(problem, run)
 
 
-def backward_of(inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: ScoreNumbers, needs: Needs) -> Backward:
-    """Return the prepared backward for tensors of this layout."""
-    found = layouts(*inputs.tensors(), outputs.o, outputs.lse, cotangents.o, cotangents.lse)
+def backward_of(
+    inputs: Inputs, outputs: Outputs, cotangents: Outputs, terms: ScoreNumbers, needs: Needs,
+    forward: Forward | None = None,
+) -> Backward:  # fmt: skip
+    """Return the prepared backward for tensors of this layout.
+
+    forward: the prepared forward that took inputs of these layouts; a hook may have saved and restored them with other
+    strides, at other addresses.
+    """
+    tensors = (*inputs.tensors(), outputs.o, outputs.lse, cotangents.o, cotangents.lse)
     if outputs.o_low is not None:  # with dropout: no structure
-        found += layouts(outputs.o_low)
-    key = ("backward", found, terms, needs)
+        tensors = *tensors, outputs.o_low
+    found = layouts(*tensors) if forward is None else restored_layouts(tensors)
+    key = ("backward", found, terms, needs) if forward is None else ("backward", found, forward, needs)
     run: Backward | None = calls.get(key)
     if run is None:
-        structure = None
+        found, structure = layouts(*tensors), None
         if len(found) == 10 and not _repeats(inputs):
             structure = structure_of(*found)  # type: ignore[arg-type]
         if structure is not None:

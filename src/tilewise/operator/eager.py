@@ -46,7 +46,7 @@ def is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
         for x in tensors:
             if x is not None and x.requires_grad:
                 return True
-    return in_forward_mode()
+    return forward_ad._current_level >= 0  # `in_forward_mode`
 
 
 def in_forward_mode() -> bool:
