@@ -140,7 +140,7 @@ def test_a_users_page_is_short_and_what_is_measured_is_named():
 
 
 RECIPES = (
-    "docs/flash-attn.md", "docs/position-biases.md", "docs/packed-batches.md", "docs/recipes.md",
+    "docs/faq.md", "docs/flash-attn.md", "docs/position-biases.md", "docs/packed-batches.md", "docs/recipes.md",
     "docs/sparse-masks.md", "docs/structure-models.md", "docs/switching.md",
 )  # fmt: skip
 PAGES = ("README.md", "docs/index.md", "docs/layouts.md", *RECIPES)
