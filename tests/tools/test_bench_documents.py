@@ -79,6 +79,13 @@ def test_what_readme_says_in_words_is_in_the_results():
         f"it has {min(small):.2f} to {max(small):.2f} of the speed of the faster of FlashAttention-4 and cuDNN" in words
     )
     assert f"to D=128, and {min(large):.2f} to {max(large):.2f} at D=256" in words
+    found = results.read(gains.FILE)
+    cases = [case.format(D) for name, case in gains.CASES.items() if name != "no bias" for D in gains.HEAD_DIMS]
+    pairs = [[gains.row(found, case, who) for who in (gains.OURS, gains.OTHER)] for case in cases]
+    longer = [flex.timing("backward").median_s / row.timing("backward").median_s for row, flex in pairs]
+    larger = [flex.memory_bytes / row.memory_bytes for row, flex in pairs]
+    assert f"its backward takes {min(longer):.1f} to {max(longer):.1f} times as long" in words
+    assert f"it needs {min(larger):.1f} to {max(larger):.0f} times the working memory" in words
     ours, flex = pair_biases()
     assert len(ours) == len(flex) == 4
     assert all(flex[S]["memory_mib"] > ours[S]["memory_mib"] for S in ours)

@@ -143,7 +143,7 @@ RECIPES = (
     "docs/faq.md", "docs/flash-attn.md", "docs/position-biases.md", "docs/packed-batches.md", "docs/recipes.md",
     "docs/sparse-masks.md", "docs/structure-models.md", "docs/switching.md",
 )  # fmt: skip
-PAGES = ("README.md", "docs/index.md", "docs/layouts.md", *RECIPES)
+PAGES = ("README.md", "docs/features.md", "docs/index.md", "docs/layouts.md", *RECIPES)
 # Which tests run the code of others: test_attention_from_parts.py, and distributed_child.py on two processes.
 ELSEWHERE = ("docs/attention-from-parts.md", "docs/distributed.md")
 

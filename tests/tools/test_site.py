@@ -10,7 +10,10 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 MKDOCS = REPOSITORY / ".venv-docs" / "bin" / "mkdocs"
-PAGES = ("index", "overview", "recipes", "switching", "performance", "maths", "layouts", "api/attention", "api/bias")
+PAGES = (
+    "index", "overview", "features", "peers", "faq", "recipes", "switching", "performance", "maths", "layouts",
+    "api/attention", "api/bias",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
