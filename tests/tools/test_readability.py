@@ -96,6 +96,14 @@ def test_first_pages_are_easy_to_read(name):
     assert ease >= 50, f"{name}: {ease:.1f}; the longest sentence: {max(prose(text), key=lambda x: len(words(x)))}"
 
 
+@pytest.mark.parametrize("name", FIRST_PAGES)
+def test_code_of_first_pages_is_not_cut(name):
+    """The site shows lines of 88 columns without a scroll bar."""
+    text = README if name == "README.md" else PAGES[name]
+    code = "".join(re.findall(r"^```.*\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    assert [line for line in code.splitlines() if len(line) > 88] == []
+
+
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "docs/index.md"])
 def test_a_page_says_what_it_is_for(name):
     """In its first paragraph, with the words "This page"."""
