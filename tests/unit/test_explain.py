@@ -341,3 +341,11 @@ def test_a_mask_without_numbers_says_nothing():
         e = explain(q, q, q, mask=torch.ones(8, 8, dtype=torch.bool))
     assert e.mask is None
     assert "  mask: leaves" not in str(e)
+
+
+def test_no_kernel_takes_a_gpu_of_amd(monkeypatch):
+    """PyTorch for ROCm calls an MI250 9.0."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    q = meta(1, 2, 256, 64)
+    with pytest.raises(ValueError, match=r"hopper: needs an NVIDIA GPU, this PyTorch is built for ROCm; triton: needs an"):
+        explain(q, q, q, device="sm_90")

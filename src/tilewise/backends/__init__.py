@@ -46,6 +46,20 @@ def _is_found(find_spec: Callable[[str], object]) -> bool:
     return find_spec("triton") is not None
 
 
+def declines_gpu(capability: tuple[int, int] | None) -> str | None:
+    """Return why no kernel runs on a GPU of this compute capability; None if one may, or if there is no GPU.
+
+    PyTorch for ROCm gives AMD's GPUs capabilities, too, which mean something else.
+    """
+    if capability is None:
+        return None
+    if torch.version.hip is not None:
+        return "needs an NVIDIA GPU, this PyTorch is built for ROCm"
+    if capability < (8, 0):
+        return f"needs compute capability 8.0 or later, this GPU has {'.'.join(map(str, capability))}"
+    return None
+
+
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the LSE and of all sums: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -64,6 +64,8 @@ def _of_device(query: Tensor, attn_mask: Tensor | None) -> str | None:
     if kind == "cuda":
         if torch.float64 in (query.dtype, None if attn_mask is None else attn_mask.dtype):
             return "float64 on a GPU"
+        if torch.version.hip is not None:
+            return "the GPU is not NVIDIA's"
         if _capability(query.device.index) < _OLDEST:
             return "the GPU has a compute capability below 8.0"
     return None

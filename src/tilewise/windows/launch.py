@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.backends import allocation, device_of, float32_precision, gradient_strides, output_layout
+from tilewise.backends import allocation, declines_gpu, device_of, float32_precision, gradient_strides, output_layout
 from tilewise.backends.kernels.score import INTERPRET
 from tilewise.backends.launch.launcher import POINTER, Launch, Strided, constants, strided
 from tilewise.windows import Geometry, WindowNeeds
@@ -49,10 +49,9 @@ def _is_wide(x: Tensor | None) -> bool:
 
 def _check_device(q: Tensor) -> None:
     if q.is_cuda:
-        device = torch.cuda.get_device_properties(q.device)
-        if device.major < 8:
-            found = f"{device.name} has {device.major}.{device.minor}"
-            raise ValueError(f"q: needs compute capability 8.0 or later, {found}")
+        reason = declines_gpu(torch.cuda.get_device_capability(q.device))
+        if reason is not None:
+            raise ValueError(f"q: {reason}")
 
 
 def _options(warps: int, registers: int | None) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewise.backends import float32_precision, has_triton
+from tilewise.backends import declines_gpu, float32_precision, has_triton
 from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
 from tilewise.backends.short_sequences import fit_tiles
 from tilewise.backends.triton.one_tile.config import tiles as one_tile_tiles
@@ -26,8 +26,9 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if problem.device != "cuda" and not interpreted:
         return f"needs a CUDA device, the tensors are on {problem.device}"
-    if problem.capability is not None and problem.capability < (8, 0):
-        return f"needs compute capability 8.0 or later, this GPU has {'.'.join(map(str, problem.capability))}"
+    reason = declines_gpu(problem.capability)
+    if reason is not None:
+        return reason
     if problem.dtype == torch.float64:
         return "has no float64 kernels"
     if problem.bias is not None and problem.bias.dtype == torch.float64:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewise.backends import has_triton
+from tilewise.backends import declines_gpu, has_triton
 from tilewise.backends.gluon.sm90 import declines_device
 from tilewise.ops.gemm.config import declines_tma
 from tilewise.ops.gemm.problem import Product
@@ -50,8 +50,9 @@ def declines_triton(product: Product) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if product.device != "cuda" and not interpreted:
         return f"needs a CUDA device or TRITON_INTERPRET=1, the tensors are on {product.device}"
-    if product.capability is not None and product.capability < (8, 0):
-        return f"needs compute capability 8.0, this GPU has {'.'.join(map(str, product.capability))}"
+    reason = declines_gpu(product.capability)
+    if reason is not None:
+        return reason
     if product.dtype == torch.float64:
         return "has no float64"
     if interpreted and product.dtype == torch.bfloat16:

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from tilewise.backends import has_triton, no_parts
+from tilewise.backends import declines_gpu, has_triton, no_parts
 from tilewise.backends.gluon import RAGGED_ROWS
 from tilewise.backends.gluon.sm90.common.copied_bias import (
     copied,
@@ -37,6 +37,9 @@ def declines_device(device: str, capability: tuple[int, int] | None, dtype: torc
         return f"needs a CUDA device, the tensors are on {device}"
     if capability != (9, 0):
         return f"needs compute capability 9.0, this GPU has {'.'.join(map(str, capability))}"
+    reason = declines_gpu(capability)
+    if reason is not None:
+        return reason
     if dtype not in (torch.float16, torch.bfloat16):
         return f"has kernels for float16 and bfloat16, not for {str(dtype).removeprefix('torch.')}"
     return None

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends import declines_gpu
 from tilewise.cache import prepared_once
 from tilewise.ops.row_softmax import BiasLike, SoftmaxNeeds
 from tilewise.ops.row_softmax.triton import backward as backward_kernels
@@ -48,8 +49,9 @@ def _processors(x: Tensor) -> int:
     if not x.is_cuda:
         return 0
     device = torch.cuda.get_device_properties(x.device)
-    if device.major < 8:
-        raise ValueError(f"x: needs compute capability 8.0 or later, {device.name} has {device.major}.{device.minor}")
+    reason = declines_gpu((device.major, device.minor))
+    if reason is not None:
+        raise ValueError(f"x: {reason}")
     return device.multi_processor_count
 
 
