@@ -167,7 +167,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
     monkeypatch.setattr(bias_tiles, "hand_out_slot", lambda pipeline, n, c, warpgroup: filled.append((n, None)))
     # of what computes, all but the loops
     names = "accumulator sums_of_rows slot_of use_of wait_full release release_after_loads tma times_v finish tma_store"
-    for name in (*names.split(), "parts_of", "in_registers", "fence_async_shared", "warp_scheduler_barrier_arrive"):
+    for name in (*names.split(), "parts_of_q", "in_registers", "fence_async_shared", "warp_scheduler_barrier_arrive"):
         monkeypatch.setattr(forward_kernel, name, MagicMock())
     monkeypatch.setattr(forward_kernel, "warpgroup_mma_wait", lambda *_, deps: deps)
     monkeypatch.setattr(

@@ -149,7 +149,7 @@ def test_the_forwards_loops(monkeypatch, p, dim):
     names = "accumulator sums_of_rows slot_of use_of wait_full release release_after_loads tma times_v finish tma_store"
     for name in (
         *names.split(),
-        "parts_of",
+        "parts_of_q",
         "in_registers",
         "fence_async_shared",
         "warp_scheduler_barrier_arrive",

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -230,14 +231,28 @@ def scores(s, bias, words, entry, x, tile, terms, sizes, c, WARPGROUP: gl.conste
 
 
 @gluon.jit
-def parts_of(slots, slot, ROWS: gl.constexpr, c):
-    """Return a tile of Q or K as a tuple of tiles: its panels, or its first COLS_OF_QK columns."""
+def times_k(q, slots, slot, start, STARTS: gl.constexpr, c):
+    """Issue Q·Kᵀ, added to ``start`` with STARTS. q: see `parts_of_q`."""
     if c.PANELS == 1:
-        return columns_of(slots.index(slot).reshape([ROWS, c.BLOCK_D]), c.COLS_OF_QK)
+        k = slots.index(slot).reshape([c.BLOCK_N, c.BLOCK_D])
+        return times_transposed(q, columns_of(k, c.COLS_OF_QK), start, STARTS)
+    else:
+        s = start
+        for i in gl.static_range(c.PANELS):
+            k = slots.index(slot * c.PANELS + i).reshape([c.BLOCK_N, c.BLOCK_D])
+            s = warpgroup_mma(q[i], k.permute((1, 0)), s, use_acc=STARTS or i > 0, is_async=True)
+        return s
+
+
+@gluon.jit
+def parts_of_q(slots, slot, c):
+    """Return a warpgroup's queries in shared memory as a tuple of tiles: panels, or the first COLS_OF_QK columns."""
+    if c.PANELS == 1:
+        return columns_of(slots.index(slot).reshape([64, c.BLOCK_D]), c.COLS_OF_QK)
     else:
         found = ()
         for i in gl.static_range(c.PANELS):
-            found = found + (slots.index(slot * c.PANELS + i).reshape([ROWS, c.BLOCK_D]),)  # type: ignore[assignment]  # noqa: RUF005
+            found = found + (slots.index(slot * c.PANELS + i).reshape([64, c.BLOCK_D]),)  # type: ignore[assignment]  # noqa: RUF005
         return found
 
 
@@ -296,7 +311,7 @@ def mma_one_n_block(
     warp_scheduler_barrier_sync(WARPGROUP)
     if c.TOEPLITZ == "line" and not BIASED:
         start = far_start(toeplitz, pipelines.columns, c)
-    s_pending = times_transposed(q, parts_of(pipelines.k.slots, k_slot, c.BLOCK_N, c), start, STARTS)
+    s_pending = times_k(q, pipelines.k.slots, k_slot, start, STARTS, c)
     if not FIRST:
         wait_full(pipelines.v, v_slot, use_of(pipelines.v, step - 1))
         v = pipelines.v.slots.index(v_slot).reshape([c.BLOCK_N, c.BLOCK_DV])
@@ -434,7 +449,7 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
     while tile_index < work_tile_count(x, sizes, c):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         slot = slot_of(pipelines.q, t, WARPGROUP, c.WARPGROUPS)
-        q = parts_of(pipelines.q.slots, slot, 64, c)
+        q = parts_of_q(pipelines.q.slots, slot, c)
         wait_full(pipelines.q, slot, use_of(pipelines.q, t, c.WARPGROUPS))
         if c.Q_IN_REGISTERS:
             q = in_registers(q, x, terms, c)
