@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.protocol import Forward, Inputs
+from tilewise.backends.protocol import INPUT_NAMES, Forward, Inputs
 from tilewise.explanation.attention import explain
 from tilewise.explanation.text import Explanation
 from tilewise.frontend.arguments import Call, read_call, with_seed
@@ -18,7 +18,7 @@ from tilewise.operator.structure import Layout, layouts
 from tilewise.spec.score import ScoreNumbers, Window
 from tilewise.spec.tensors import PLAIN
 
-NAMES = ("q", "k", "v", "bias", "mask", "sink")
+NAMES = INPUT_NAMES[:6]
 
 
 class AttentionPlan:

@@ -7,11 +7,7 @@ from typing import Any, Unpack, get_type_hints
 
 from torch import Tensor
 
-from tilewise.frontend.arguments import (
-    Bias,
-    Seed,
-    Window,
-)
+from tilewise.frontend.arguments import Bias, Seed, Window
 from tilewise.frontend.keywords import named_only, unexpected
 from tilewise.frontend.varlen import packed_attention
 from tilewise.spec.checks import check_flag

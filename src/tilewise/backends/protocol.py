@@ -142,14 +142,11 @@ def resized_problem(problem: Problem, structure: Structure, lo: int | None, hi: 
         score.__dict__.update(problem.score.__dict__, band=Band(lo, hi))
     copy = object.__new__(Problem)
     copy.__dict__.update(problem.__dict__, queries=M, keys=N, score=score)
-    for name in ("bias", "mask"):
+    for name in ("bias", "mask", "sink"):
         x: TensorSpec | None = getattr(problem, name)
         if x is not None:
             whole = TensorSpec(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, x.cols if x.cols == 1 else N)
             copy.__dict__[name] = whole
-    if problem.sink is not None:
-        x = problem.sink
-        copy.__dict__["sink"] = TensorSpec(x.dtype, x.batch, x.heads, x.rows if x.rows == 1 else M, 1)
     return copy
 
 

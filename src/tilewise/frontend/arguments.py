@@ -206,23 +206,13 @@ def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Scor
         bias, cols = cols, None
     if bias is None:
         bias, rows = rows, None
-    query, key = slots.query, slots.key
-    parts = Parts(
-        cols,
-        rows,
-        None if query is None else query.values,
-        None if key is None else key.values,
-        None if slots.toeplitz is None else slots.toeplitz.values,
-        None if query is None else query.shift,
-        None if key is None else key.shift,
-        None if query is None else query.buckets,
-        None if key is None else key.buckets,
-    )
-    score = replace(
-        score, query=None if query is None else query.distances, key=None if key is None else key.distances,
-        toeplitz=slots.far,
-    )  # fmt: skip
-    return inputs._replace(bias=bias, parts=None if all(x is None for x in parts) else parts), score
+    parts = Parts(cols, rows, toeplitz=None if slots.toeplitz is None else slots.toeplitz.values)
+    numbers: dict[str, Any] = {"toeplitz": slots.far}
+    for name, x in (("query", slots.query), ("key", slots.key)):
+        if x is not None:
+            parts = parts._replace(**{name: x.values, f"{name}_shift": x.shift, f"{name}_buckets": x.buckets})
+            numbers[name] = x.distances
+    return inputs._replace(bias=bias, parts=None if all(x is None for x in parts) else parts), replace(score, **numbers)
 
 
 def low_rank_of(slots: Slots, q: Tensor, score: Score) -> LowRankBias:

@@ -57,29 +57,21 @@ def attention_of_leading(
             o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
             found.append((o, lse) if return_lse else o)
         else:
-            own = inputs._asdict()
-            found.append(attend(*[own.pop(x) for x in "qkv"], **own, return_lse=return_lse, **options))
+            named = dict(zip(("bias", "mask", "sink"), inputs[3:6], strict=True))
+            found.append(attend(*inputs[:3], **named, return_lse=return_lse, **options))
     if not return_lse:
         return way.together(found)
     return way.together([o for o, _ in found]), way.together([lse for _, lse in found])
 
 
-class LeadingCall(NamedTuple):
-    """Arguments of one call of four dimensions. mask: (1, n, H, M, N) if it repeats along the batch."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Bias
-    mask: Mask
-    sink: Tensor | None
-
-
 class LeadingSplit(NamedTuple):
-    """Calls that compute attention with more leading dimensions. repeats: the mask repeats along the batch of one."""
+    """Calls that compute attention with more leading dimensions, with the caller's kinds of bias and mask.
+
+    repeats: the mask of the only call is (1, n, H, M, N) and repeats along the batch.
+    """
 
     way: _Way
-    calls: list[LeadingCall]
+    calls: list[Inputs]
     repeats: bool
 
 
@@ -104,13 +96,13 @@ def split_leading(
     calls = []
     for n in range(way.calls):
         own_q, own_k, own_v, own_mask, own_sink, *own = [parts[i][n] if i in parts else x for i, x in enumerate(given)]
-        calls.append(LeadingCall(own_q, own_k, own_v, tuple(own) if several else own[0], own_mask, own_sink))
+        calls.append(Inputs(own_q, own_k, own_v, tuple(own) if several else own[0], own_mask, own_sink))  # type: ignore[arg-type]
     return LeadingSplit(way, calls, repeated is not None)
 
 
-def read_flattened(inputs: LeadingCall, repeats: bool, options: dict[str, Any]) -> Call:
+def read_flattened(inputs: Inputs, repeats: bool, options: dict[str, Any]) -> Call:
     """Return `read_call` of one of the calls. repeats: its mask repeats along the batch."""
-    q, k, v, bias, mask, sink = inputs
+    q, k, v, bias, mask, sink, *_ = inputs
     if not repeats:
         return read_call(q, k, v, bias=bias, mask=mask, sink=sink, **options)
     call = read_call(q, k, v, bias=bias, mask=None, sink=sink, **options)

@@ -105,16 +105,9 @@ def resized_forward(run: Any, structure: Structure, lo: int | None, hi: int | No
     if run.has_more:
         values += _more(inputs)
     kind = (
-        M & 15 == 0,
-        M == 1,
-        N & 15 == 0,
-        N == 1,
-        shares & 15 == 0,
-        first & 15 == 0,
-        first == 1,
-        last & 15 == 0,
+        M & 15 == 0, M == 1, N & 15 == 0, N == 1, shares & 15 == 0, first & 15 == 0, first == 1, last & 15 == 0,
         last == 1,
-    )
+    )  # fmt: skip
     found = run.made.get(kind) or resized_launches(run.bases, run.made, kind, values)
     return ResizedForward(run, structure, (lo, hi), layout_o, shared[0] if len(found) > 1 else None, values, found)
 
