@@ -347,7 +347,5 @@ def test_no_kernel_takes_a_gpu_of_amd(monkeypatch):
     """PyTorch for ROCm calls an MI250 9.0."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
     q = meta(1, 2, 256, 64)
-    with pytest.raises(
-        ValueError, match=r"hopper: needs an NVIDIA GPU, this PyTorch is built for ROCm; triton: needs"
-    ):
+    with pytest.raises(ValueError, match=r"hopper: needs an NVIDIA GPU, this PyTorch is built for ROCm; triton: needs"):
         explain(q, q, q, device="sm_90")
