@@ -218,6 +218,7 @@ def write_report(
         Path | None,
         typer.Option(help="Folder for the pictures. Default: images, next to the document.", metavar="FOLDER"),
     ] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="The first table alone, without pictures.")] = False,
 ) -> None:
     """Write tables and pictures into a document.
 
@@ -228,19 +229,21 @@ def write_report(
 
     found = _read(results_file)
     if into is None:
-        typer.echo(markdown(found, results_file.name, []))
+        typer.echo(markdown(found, results_file.name, [], brief))
         return
-    _need_matplotlib()
+    if not brief:
+        _need_matplotlib()
     folder = images if images is not None else into.parent / "images"
     relative = os.path.relpath(folder, into.parent)
-    pictures = [(text, f"{relative}/{name}") for text, name in picture_names(results_file)]
+    pictures = [] if brief else [(text, f"{relative}/{name}") for text, name in picture_names(results_file)]
     source = os.path.relpath(results_file, into.parent.parent).replace(os.sep, "/")
     try:
-        text = insert(into.read_text(encoding="utf-8"), results_file.stem, markdown(found, source, pictures))
+        text = insert(into.read_text(encoding="utf-8"), results_file.stem, markdown(found, source, pictures, brief))
     except ValueError as error:
         raise mistake("--into", f"{into}: {error}") from None
-    make_folder(folder, "--images")
-    _draw(found, results_file, folder)
+    if not brief:
+        make_folder(folder, "--images")
+        _draw(found, results_file, folder)
     into.write_text(text, encoding="utf-8")
     typer.echo(f"tables: {into}")
 

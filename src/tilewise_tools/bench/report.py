@@ -104,12 +104,13 @@ def not_measured(results: Results) -> list[str]:
     return lines
 
 
-def markdown(results: Results, source: str, pictures: list[tuple[str, str]]) -> str:
+def markdown(results: Results, source: str, pictures: list[tuple[str, str]], brief: bool = False) -> str:
     """Return the measured part of a document.
 
     Args:
         source: the results' file, as named in the document.
         pictures: (text, path) of each picture, relative to the document.
+        brief: only the first table, of tilewise beside the best other provider.
     """
     unit = f"{_prefix(results)}FLOP/s"
     parts = [f"`{source}`: {heading(results)}"]
@@ -124,6 +125,8 @@ def markdown(results: Results, source: str, pictures: list[tuple[str, str]]) -> 
     slower = _slower(results)
     if slower:
         parts.append("Slower than the best other provider: " + "; ".join(slower) + ".")
+    if brief:
+        return "\n\n".join([*parts, f"`tilewise bench report {source}` prints the other tables."])
     parts += [f"### Every provider, {unit}, forward / backward", _matrix(results, lambda row: _both(results, row))]
     shares = _matrix(results, lambda row: _shares(results, row), ("softmax",))
     if shares:
