@@ -144,8 +144,8 @@ RECIPES = (
     "docs/sparse-masks.md", "docs/structure-models.md", "docs/switching.md",
 )  # fmt: skip
 PAGES = ("README.md", "docs/features.md", "docs/index.md", "docs/layouts.md", *RECIPES)
-# Which tests run the code of others: test_attention_from_parts.py, and distributed_child.py on two processes.
-ELSEWHERE = ("docs/attention-from-parts.md", "docs/distributed.md")
+# Other tests run these: test_attention_from_parts.py, distributed_child.py on two processes, and test_tutorial.py.
+ELSEWHERE = ("docs/attention-from-parts.md", "docs/distributed.md", "docs/tutorial.md")
 
 
 def test_every_page_with_code_is_run():

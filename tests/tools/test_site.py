@@ -11,8 +11,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 MKDOCS = REPOSITORY / ".venv-docs" / "bin" / "mkdocs"
 PAGES = (
-    "index", "overview", "features", "peers", "faq", "recipes", "switching", "performance", "maths", "layouts",
-    "api/attention", "api/bias",
+    "index", "overview", "tutorial", "features", "peers", "faq", "recipes", "switching", "performance", "maths",
+    "layouts", "api/attention", "api/bias",
 )  # fmt: skip
 
 
