@@ -16,7 +16,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-STYLE = Path(__file__).with_name("style.css")
+ASSETS = ("style.css", "iframe-worker.js")
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # sources, and README, which repeats other pages
 EXAMPLES = "examples/README.md"
 PAGES = {
     "README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
@@ -37,11 +38,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             text = re.sub(r"\]\((\w+)\.py\)", r"](\1.md)", text)
         else:
             text = re.sub(r"\]\((?P<path>[\w./-]+)(?P<anchor>#[\w-]+)?\)", moved, text)
+        if source == "README.md":
+            text = UNSEARCHED + text
         files.append(File.generated(config, name, content=text))
     for script in sorted((ROOT / "examples").glob("*.py")):
-        text = f"# {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
+        text = f"{UNSEARCHED}# {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
         files.append(File.generated(config, f"examples/{script.stem}.md", content=text))
-    files.append(File.generated(config, "style.css", content=STYLE.read_text(encoding="utf-8")))
+    for name in ASSETS:
+        text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=text))
     return files
 
 

@@ -111,6 +111,16 @@ def links(path):
 
 
 @each_document
+def test_code_is_as_wide_as_the_site_shows(path):
+    """88 columns, in fences and in indented blocks after an empty line; README is read elsewhere, too."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", TEXTS[path], re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fences if language != "math"]
+    blocks += [re.sub(r"^ {4}", "", x, flags=re.M) for x in re.findall(r"\n\n((?: {4}.*\n)+)", TEXTS[path])]
+    limit = 120 if path.name == "README.md" and path.parent == REPOSITORY else 88
+    assert [line for block in blocks for line in block.splitlines() if len(line) > limit] == []
+
+
+@each_document
 def test_links_resolve(path):
     """Those to files of the repository, and to headings of its documents."""
     for file, heading in links(path):

@@ -1,8 +1,10 @@
-"""The site in a browser: `make test-browser` sets up both, and without either these tests are skipped."""
+"""The site, and how it looks in a browser: `make test-browser` sets up both; tests of what is missing are skipped."""
 
 from __future__ import annotations
 
 import io
+import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -68,3 +70,31 @@ def test_a_screenshot_shows_text(chromium, site):
     assert picture.shape == (600, 640)
     assert (picture > 0.9).mean() > 0.6
     assert 0.01 < (picture < 0.4).mean() < 0.3
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    """The folder works when it is opened by hand: scripts and styles are its own, and the search index is a script."""
+    for page in PAGES:
+        text = (site / f"{page}.html").read_text(encoding="utf-8")
+        loaded = re.findall(r'<script[^>]* src="([^"]+)"|<link rel="(?:stylesheet|preconnect)" href="([^"]+)"', text)
+        assert len(loaded) > 3
+        assert not [link for pair in loaded for link in pair if "//" in link]
+        assert 'iframe-worker.js"></script>' in text
+    assert (site / "search" / "search_index.js").read_text(encoding="utf-8").startswith("var __index = {")
+
+
+def test_the_search_finds_pages(site):
+    """The sources of the examples and README, which repeat other pages, are not in the index."""
+    entries = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    pages = {entry["location"].partition("#")[0] for entry in entries}
+    assert {x for x in pages if x.startswith(("examples/", "overview"))} == {"examples/index.html"}
+    for word in ("T5", "rotary", "tutorial"):
+        assert [x for x in entries if re.search(rf"\b{word}\b", x["title"] + x["text"], re.IGNORECASE)]
+
+
+def test_a_page_leads_to_the_next(site):
+    """Tabs above, and previous and next below."""
+    text = (site / "tutorial.html").read_text(encoding="utf-8")
+    assert 'class="md-tabs"' in text
+    assert 'rel="prev"' in text or "md-footer__link--prev" in text
+    assert "md-footer__link--next" in text
