@@ -1,4 +1,4 @@
-"""What the site has beyond docs/: three pages of the repository's root, the examples, a style, and formulas as MathML.
+"""What the site has beyond docs/: pages of the repository's root, the examples, a style, formulas, and plain text.
 
 Pages of the root are read where they are, and links to and from them are moved with them. Formulas become MathML here,
 which browsers show by themselves: no script, and nothing from elsewhere. What cannot be converted is an error.
@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 from pathlib import Path
 
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
+from mkdocs.utils.templates import TemplateContext
+
+sys.path.insert(0, str(Path(__file__).parent))
+import plain_text
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ("style.css", "iframe-worker.js")
@@ -60,6 +66,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     content = re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', inline, content, flags=re.DOTALL)
     return re.sub(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', block, content, flags=re.DOTALL)
+
+
+def on_page_context(context: TemplateContext, page: Page, config: MkDocsConfig, nav: Navigation) -> TemplateContext:
+    plain_text.write(page)
+    if page.is_homepage:
+        Path(config.site_dir, "llms.txt").write_text(plain_text.index(nav, config), encoding="utf-8")
+    return context
 
 
 def inline(match: re.Match[str]) -> str:

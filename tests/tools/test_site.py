@@ -98,3 +98,28 @@ def test_a_page_leads_to_the_next(site):
     assert 'class="md-tabs"' in text
     assert 'rel="prev"' in text or "md-footer__link--prev" in text
     assert "md-footer__link--next" in text
+
+
+def test_every_page_is_there_as_markdown(site):
+    """Beside its HTML, and llms.txt lists all but README's; a page of the API has its docstrings."""
+    pages = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")} - {Path("404")}
+    assert len(pages) > 40
+    texts = {page: (site / page.with_suffix(".md")).read_text(encoding="utf-8") for page in pages}
+    assert not [page for page, text in texts.items() if re.search(r"^:::", text, re.MULTILINE)]
+    lines = (site / "llms.txt").read_text(encoding="utf-8")
+    assert lines.startswith("# tilewise\n\n> ")
+    listed = {Path(name) for name in re.findall(r"^- \[[^\]]+\]\(([\w./-]+)\.md\)", lines, re.MULTILINE)}
+    assert listed == pages - {Path("overview")}
+    assert "```python\nattention(q: Tensor, k: Tensor, v: Tensor, *, bias: Bias" in texts[Path("api/attention")]
+    for page, text in texts.items():
+        for link in re.findall(r"\]\(([\w./-]+\.md)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)):
+            assert (site / page.parent / link).is_file(), (page, link)
+
+
+def test_signatures_are_those_of_a_caller(site):
+    """Without what is only there to be rejected, and with links to the types' explanations."""
+    text = (site / "api" / "attention.html").read_text(encoding="utf-8")
+    assert "**unknown" not in text
+    assert "**numbers" not in text
+    for name in ("bias", "mask", "seed", "window"):
+        assert f'href="types.html#{name}"' in text
