@@ -72,36 +72,23 @@ def attention(
     """Return exact attention, ``softmax(softcap(scale * q @ k.mT) + bias) @ v``; the scores are not stored.
 
     Args:
-        q: queries (B, H, M, D) in float16, bfloat16, float32 or, on the CPU, float64; D is 1 or more. Any strides: data
-            stored as (B, M, H, D) is passed as ``transpose(1, 2)`` without a copy, and o gets the same memory layout.
-        k: keys (B, Hkv, N, D) in q's dtype. Hkv divides H (GQA, MQA): query head h uses key head h // (H / Hkv).
-        v: values (B, Hkv, N, Dv) in q's dtype. Dv is 1 or more and may differ from D.
-        bias: added to the scaled scores, after the softcap. A tensor of at most 4 dimensions that broadcasts as {B|1} ×
-            {H|Hkv|1} × {M|1} × {N|1}, in float16, bfloat16, float32 or, on the CPU, float64, independently of q's
-            dtype; or a term of `tilewise.bias` (relative positions, T5, ALiBi, low rank); or a tuple of tensors and
-            terms, which are added. Two matrices (or two biases of the keys, or of the queries) are added before the
-            call, in float32, into a tensor of their broadcast shape. Each tensor gets a gradient of its own shape and
-            dtype, summed in float32 (float64 for float64 inputs). An entry of -inf hides the key from the query, like a
-            mask. Tables in half precision are indexed in float32. A `torch.nn.attention.bias.CausalBias` becomes a
-            causal limit; no matrix is formed.
+        q: queries (B, H, M, D) in float16, bfloat16, float32 or, on the CPU, float64; any strides.
+        k: keys (B, Hkv, N, D) in q's dtype. Hkv divides H (GQA, MQA).
+        v: values (B, Hkv, N, Dv) in q's dtype.
+        bias: added to the scaled scores, after the softcap. A tensor that broadcasts as {B|1} × {H|Hkv|1} × {M|1} ×
+            {N|1}, in any of these dtypes, whatever q's is; or a term of `tilewise.bias` (relative positions, T5, ALiBi,
+            low rank); or a tuple of them. Each tensor gets a gradient of its own shape and dtype. -inf hides a key.
         mask: bool, True = attend; broadcasts as the bias does. Pass padding (B, N) as ``mask[:, None, None, :]``. Or a
-            `tilewise.TileMask` or a BlockMask of FlexAttention: forward and backward skip its empty tiles. The TileMask
-            of a BlockMask is made once and cached.
-        sink: one more logit per row of the softmax, without a value: it takes its share of the probability and adds
-            nothing to o. One per head, (H,), or per query, broadcastable as {B|1} × {H|1} × {M|1}; float16, bfloat16,
-            float32 or, on the CPU, float64, independently of q's dtype. scale and softcap do not apply to it; -inf
-            means no sink. Its gradient has its shape and dtype and is summed in float32.
+            `tilewise.TileMask` or a BlockMask of FlexAttention, whose empty tiles are skipped.
+        sink: one more logit per row of the softmax, without a value: (H,), or per query {B|1} × {H|1} × {M|1}, in any
+            of these dtypes. Its gradient has its shape and dtype.
         causal: query i sees the keys up to i + N - M, so the last query sees the last key (aligned bottom-right).
         window: ``(left, right)``: query i sees the keys i + N - M - left to i + N - M + right; None means no limit.
         scale: multiplies ``q @ k.mT``; positive. Default: ``1 / sqrt(D)``.
         softcap: if given, scores become ``softcap * tanh(score / softcap)`` before the bias is added.
-        dropout_p: probability of dropping an entry of the softmax, 0 to 1, rounded to a multiple of 1/32768. The other
-            entries are divided by 1 - dropout_p. The lse does not include dropout. Pass 0 in evaluation.
-        dropout_seed: ``(seed, offset)``, ints of 64 bits, or an int64 tensor (2,) on q's device. The dropout mask is a
-            pure function of the seed and of (batch, head, query, key), each counted from 0. The same seed gives the
-            same mask on every backend and device, in forward and backward. By default the seed is drawn on the device
-            from torch's generator, without host synchronization, so ``torch.manual_seed`` and activation checkpointing
-            reproduce it. Under `torch.vmap` it follows ``randomness``.
+        dropout_p: probability of dropping an entry of the softmax, 0 to 1. Pass 0 in evaluation.
+        dropout_seed: ``(seed, offset)``, ints of 64 bits, or an int64 tensor (2,) on q's device; one seed drops the
+            same entries on every backend. Default: drawn from torch's generator, without host synchronization.
         return_lse: if True, also return the log-sum-exp of each row, the logarithm of its softmax denominator.
         deterministic: if True, equal inputs give bitwise equal gradients. Default:
             ``torch.are_deterministic_algorithms_enabled()``.
@@ -125,35 +112,8 @@ def attention(
         >>> o.shape, lse.shape, bias.grad.shape
         (torch.Size([2, 8, 100, 64]), torch.Size([2, 8, 100]), torch.Size([8, 100, 100]))
 
-    Fully masked rows: a query that sees no key gives o = 0, lse = -inf and zero gradients. With a sink it gives o = 0
-    and lse = sink, and the gradient of lse goes to the sink.
-
-    NaN and infinity in a key or value do not reach the output of a query that does not see it. In a query, or in the
-    gradient of its output, they do reach the gradients of all keys of its head; on a GPU, or with a sink, even if the
-    query sees no key. An infinite key is not masked by its infinite score: mask it, see docs/maths.md.
-
-    float32 on a GPU follows torch's setting for matrix products. With ``torch.backends.cuda.matmul.allow_tf32``,
-    operands are rounded to 10 bits of mantissa and errors are about 1e-3. By default products have float32 precision
-    and errors are about 1e-6. `tilewise.scaled_dot_product_attention` always has the latter.
-
-    Autocast: `torch.autocast` casts q, k and v to its dtype (float64 stays), as for PyTorch's own attention. The bias
-    keeps its dtype. Gradients have the dtypes of the tensors passed.
-
-    Leading dimensions: q, k and v may be (..., H, M, D) with equal leading dimensions, and o and lse then have them
-    too. bias and mask broadcast along each of them, and a sink per query is (..., H, M). No tensor is copied or
-    expanded. If each tensor is either full or broadcast along all leading dimensions, and views can merge them, they
-    become the batch of one call, with batch elements counted in row-major order. A mask may also broadcast along the
-    first of them only, as (1, N, 1, M, N) in Swin. Otherwise tilewise makes one call per index of as few leading
-    dimensions as possible and stacks the results: q (B, N, H, M, D) with a bias (B, 1, H, M, N) takes B calls. Each
-    call draws its own dropout seed, so dropout_seed is an error there. Bias terms and tile masks are shared by all
-    leading dimensions.
-
-    Nested tensors: q (B, H, j, D), k (B, Hkv, l, D) and v (B, Hkv, l, Dv) may all be jagged (``layout=torch.jagged``),
-    for example the ``transpose(1, 2)`` of (B, j, H, D). Nothing is padded or copied; o has q's j, and lse is jagged (B,
-    H, j). The other arguments are those of `tilewise.varlen_attention`. On a GPU the host synchronizes once for each
-    tensor that does not know its ``max_seqlen``, and to compare the lengths if k and v do not share their offsets.
-    Other subclasses of Tensor with a ``__torch_function__`` are rejected, because their memory may not hold their
-    values.
+    q, k and v may have more leading dimensions, or be jagged nested tensors. A query that sees no key gives o = 0.
+    docs/rules.md has the rules in full: fully masked rows, NaN, precision, autocast, leading dimensions, dropout.
 
     Source: FlashAttention-2 (arXiv 2307.08691), Algorithms 1 and 2; sinks: StreamingLLM (arXiv 2309.17453) and gpt-oss
     (arXiv 2508.10925), called ``s_aux`` there; dropout: Philox (Salmon et al., SC 2011), see tilewise.spec.dropout.
