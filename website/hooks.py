@@ -23,7 +23,8 @@ import plain_text
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ("style.css", "iframe-worker.js")
-UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # sources, and README, which repeats other pages
+# Pages that the search leaves out or puts last: sources, README, which repeats other pages, and what few look for.
+SEARCH = {"overview.md": {"exclude": True}, "changelog.md": {"boost": 0.3}, "results.md": {"boost": 0.3}}
 EXAMPLES = "examples/README.md"
 PAGES = {
     "README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
@@ -44,11 +45,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             text = re.sub(r"\]\((\w+)\.py\)", r"](\1.md)", text)
         else:
             text = re.sub(r"\]\((?P<path>[\w./-]+)(?P<anchor>#[\w-]+)?\)", moved, text)
-        if source == "README.md":
-            text = UNSEARCHED + text
         files.append(File.generated(config, name, content=text))
     for script in sorted((ROOT / "examples").glob("*.py")):
-        text = f"{UNSEARCHED}# {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
+        text = f"# {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
         files.append(File.generated(config, f"examples/{script.stem}.md", content=text))
     for name in ASSETS:
         text = Path(__file__).with_name(name).read_text(encoding="utf-8")
@@ -57,7 +56,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links of docs/ to the root's pages."""
+    """Links of docs/ to the root's pages, and what the search makes of the page."""
+    uri = page.file.src_uri
+    if uri in SEARCH:
+        page.meta["search"] = SEARCH[uri]
+    elif uri.startswith("examples/") and uri != PAGES[EXAMPLES]:
+        page.meta["search"] = {"exclude": True}
+    elif uri.startswith("notebook/"):
+        page.meta["search"] = {"boost": 0.3}
     for source, name in PAGES.items():
         markdown = markdown.replace(f"](../{source}", f"]({name}")
     return markdown
