@@ -97,8 +97,8 @@ def places() -> Iterator[tuple[str, int]]:
 
 def legend() -> Iterator[str]:
     for i, (colour, name) in enumerate(zip(COLOURS.values(), ("tilewise", OTHER_NAME), strict=True)):
-        yield f'<rect x="{WIDTH - 240 + 100 * i}" y="13" width="12" height="12" fill="{colour}"/>'
-        yield text(WIDTH - 222 + 100 * i, 24, name, 12)
+        yield f'<rect x="12" y="{33 + 16 * i}" width="12" height="12" fill="{colour}"/>'
+        yield text(30, 44 + 16 * i, name, 12)
 
 
 def text(x: float, y: float, words: str, size: int, colour: str = INK, anchor: str = "start", weight: int = 400) -> str:
