@@ -6,15 +6,17 @@ import io
 import json
 import re
 import subprocess
+import time
 from pathlib import Path
 
+import browser
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 MKDOCS = REPOSITORY / ".venv-docs" / "bin" / "mkdocs"
 PAGES = (
     "index", "overview", "tutorial", "features", "peers", "faq", "recipes", "switching", "performance", "maths",
-    "layouts", "api/attention", "api/bias",
+    "layouts", "rules", "api/attention", "api/bias", "api/masks",
 )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def test_the_search_finds_pages(site):
     entries = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
     pages = {entry["location"].partition("#")[0] for entry in entries}
     assert {x for x in pages if x.startswith(("examples/", "overview"))} == {"examples/index.html"}
-    for word in ("T5", "rotary", "tutorial"):
+    for word in ("T5", "rotary", "AMD", "tutorial"):
         assert [x for x in entries if re.search(rf"\b{word}\b", x["title"] + x["text"], re.IGNORECASE)]
 
 
@@ -123,3 +125,27 @@ def test_signatures_are_those_of_a_caller(site):
     assert "**numbers" not in text
     for name in ("bias", "mask", "seed", "window"):
         assert f'href="types.html#{name}"' in text
+
+
+@pytest.mark.parametrize(
+    ("word", "page"), [("T5", "position-biases"), ("rotary", "faq"), ("AMD", "faq"), ("tutorial", "tutorial")]
+)
+def test_the_search_works_without_a_server(chromium, site, word, page):
+    chromium.resize(1280, 900)
+    chromium.open(site / "index.html")
+    typed = "const x = document.querySelector('.md-search__input'); x.focus(); x.value = '{}'; "
+    chromium.evaluate(f"(() => {{ {typed.format(word)} x.dispatchEvent(new Event('keyup', {{bubbles: true}})) }})()")
+    links = "[...document.querySelectorAll('.md-search-result__link')].map(e => e.href.split('/').pop())"
+    end = time.monotonic() + browser.SECONDS
+    while not (found := chromium.evaluate(links)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert any(link.startswith(f"{page}.html") for link in found)
+    assert not any(link.startswith("t5_finetune") for link in found)
+
+
+def test_no_code_is_cut(chromium, site):
+    chromium.resize(1280, 900)
+    for page in PAGES:
+        chromium.open(site / f"{page}.html")
+        cut = "[...document.querySelectorAll('pre > code')].filter(e => e.scrollWidth > e.clientWidth)"
+        assert page == "overview" or chromium.evaluate(f"{cut}.map(e => e.textContent)") == []

@@ -45,7 +45,8 @@ def log_buckets(distance: Tensor, *, buckets: int, max_distance: int) -> Tensor:
     position. As a `RelativeBias`, c2p or p2c, that is
 
         d = torch.arange(-max_distance, max_distance)
-        entries = (log_buckets(d, buckets=buckets, max_distance=max_distance) + buckets).clamp(0, 2 * buckets - 1)
+        entries = log_buckets(d, buckets=buckets, max_distance=max_distance) + buckets
+        entries = entries.clamp(0, 2 * buckets - 1)
         RelativeBias(values, lo=-max_distance, reverse=True, outside="clamp", buckets=entries)
 
     Source: make_log_bucket_position of DeBERTa-v2 in transformers, with which it agrees.

@@ -39,7 +39,8 @@ def tree_positions(trees: Trees, *, size: int | None = None, device: torch.devic
         TypeError, ValueError: naming the argument, what was passed and what is allowed.
 
     Examples:
-        >>> positions, previous = tilewise.tree_positions([(3, [2, 2])])  # a prompt of 3 tokens, 2 responses of 2
+        >>> # a prompt of 3 tokens, 2 responses of 2
+        >>> positions, previous = tilewise.tree_positions([(3, [2, 2])])
         >>> positions
         tensor([[0, 1, 2, 3, 4, 3, 4]])
         >>> previous
