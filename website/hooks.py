@@ -49,6 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for script in sorted((ROOT / "examples").glob("*.py")):
         text = f"# {script.name}\n\n```python\n{script.read_text(encoding='utf-8')}```\n"
         files.append(File.generated(config, f"examples/{script.stem}.md", content=text))
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")  # README links to it
+    files.append(File.generated(config, "CITATION.cff", content=citation))
     for name in ASSETS:
         text = Path(__file__).with_name(name).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
