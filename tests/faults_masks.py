@@ -227,4 +227,14 @@ MASKS = [
         "rows of kept keys are read outside of memory from 2³¹ elements on",
         "tools/test_index_width.py::test_elements_past_an_int32",
     ),
+    Fault(
+        "tilewise/masks/picture.py", "(matrices == FULL).all(0), True)", "(matrices == FULL).all(0), False)",
+        "a cell at the end of a mask is drawn as partial",
+        "unit/test_mask_pictures.py::test_cells_are_what_all_of_their_tiles_are",
+    ),
+    Fault(
+        "tilewise/masks/picture.py", "is_fake(tiles) or not is_eager((tiles,))", "tiles.is_meta",
+        "repr of a mask raises where its tiles cannot be read",
+        "unit/test_mask_pictures.py::test_what_cannot_be_read_has_sizes_alone",
+    ),
 ]  # fmt: skip

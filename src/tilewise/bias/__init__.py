@@ -37,3 +37,7 @@ __all__ = [
     "t5_bias",
     "t5_buckets",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -32,3 +32,7 @@ __all__ = [
     "triangle_attention",
     "unshard",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -152,6 +152,12 @@ def _gathered(problem: Problem, computed: Problem, forward: Work, backward: Work
     )
 
 
+_OF_PACKED = {
+    name: x for name, x in inspect.signature(read_packed).parameters.items() if x.kind is inspect.Parameter.KEYWORD_ONLY
+}
+
+
+@partial(named_only, more=_OF_PACKED | get_type_hints(Numbers), after="seqused_k")
 def explain_varlen(
     q: Tensor,
     k: Tensor,
@@ -173,8 +179,9 @@ def explain_varlen(
         cu_seqlens_q, cu_seqlens_k, seqused_k: as for `varlen_attention`. Their elements are read: on a GPU the host
             synchronizes; pass them on the CPU if q, k and v are on the meta device.
         max_seqlen_q, max_seqlen_k: as for `varlen_attention`.
+        bias, mask, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, validate: as
+            for `varlen_attention`. Masked scores are counted as visible.
         device, limits: as for `explain`.
-        options: the other keywords of `varlen_attention`. Masked scores are counted as visible.
 
     Returns:
         Explanation; print it.
@@ -189,8 +196,8 @@ def explain_varlen(
         attention on cuda (compute capability 9.0), bfloat16
         ...
     """
-    allowed = inspect.signature(read_packed).parameters.keys() | Numbers.__annotations__.keys() | {"return_lse"}
-    if unknown := [name for name in options if name not in allowed or name in ("lengths", "longest")]:
+    allowed = _OF_PACKED.keys() | Numbers.__annotations__.keys() | {"return_lse"}
+    if unknown := [name for name in options if name not in allowed]:
         raise unexpected("explain_varlen", unknown)
     options.pop("return_lse", None)  # it has no effect
     read = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)

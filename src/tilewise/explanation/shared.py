@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -13,13 +14,31 @@ P = TypeVar("P")
 
 
 class Lines:
-    """Base class whose ``str()`` joins its lines."""
+    """Base class of explanations: its text is its lines, in a REPL too, and a notebook shows them as a table."""
 
     def lines(self) -> Iterator[str]:
         raise NotImplementedError
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return a table with a row for each line and the indented lines below it, in the colors of the page."""
+        rows: list[list[str]] = []
+        for line in self.lines():
+            if line.startswith(" ") and rows:
+                rows[-1].append(line.strip())
+            else:
+                rows.append([line])
+        cell = '<td style="text-align: left; vertical-align: top">'
+        body = (
+            f"<tr>{cell}{html.escape(first)}</td>{cell}{'<br>'.join(map(html.escape, more))}</td></tr>"
+            for first, *more in rows
+        )
+        return f"<table>{''.join(body)}</table>"
 
 
 def on_device(problem: P, device: str) -> P:

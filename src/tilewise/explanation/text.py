@@ -18,9 +18,9 @@ from tilewise.spec.rounding import LOW_BYTES, keeps_low_bits
 from tilewise.topk.gather import Gather
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation(Lines):
-    """Result of `explain`; ``str()`` returns it as text.
+    """Result of `explain`; ``str()`` and ``repr()`` return it as text.
 
     Attributes:
         plan: the backend, the problem, and the reason against each other backend.

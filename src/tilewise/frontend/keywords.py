@@ -112,7 +112,8 @@ def named_only(function: F, more: Mapping[str, Any] = MappingProxyType({}), afte
     """Set the signature of ``function`` to its named parameters and return it.
 
     ``**unknown``, which `unexpected` rejects, and ``*others`` are left out; parameters before ``*others`` are required.
-    ``more`` (name -> type) become keyword-only parameters with default None, after the parameter ``after``.
+    ``more`` (name -> a parameter, or its type, with default None) become keyword-only parameters after the parameter
+    ``after``.
     """
     signature = inspect.signature(function)
     named: list[inspect.Parameter] = []
@@ -123,6 +124,8 @@ def named_only(function: F, more: Mapping[str, Any] = MappingProxyType({}), afte
             named.append(parameter)
         if parameter.name == after:
             kind = inspect.Parameter.KEYWORD_ONLY
-            named += [inspect.Parameter(name, kind, default=None, annotation=more[name]) for name in more]
+            for name, x in more.items():
+                whole = isinstance(x, inspect.Parameter)
+                named.append(x if whole else inspect.Parameter(name, kind, default=None, annotation=x))
     function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     return function

@@ -61,3 +61,7 @@ __all__ = [
     "nvmma_shared_layout",
     "wavefronts",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

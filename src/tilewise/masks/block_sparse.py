@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import has_triton
+from tilewise.masks import picture
 from tilewise.masks.tree import Trees, tree_ends
 from tilewise.operator.eager import is_eager
 from tilewise.spec.block_mask import (
@@ -61,7 +62,7 @@ class Kept(NamedTuple):
     by_query: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TileMask:
     """Block-sparse mask for ``attention(mask=...)``: tiles of scores are empty, full or partial.
 
@@ -119,6 +120,24 @@ class TileMask:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lists": {}}
+
+    def __repr__(self) -> str:
+        """Return sizes, sparsity and a picture; sizes alone if the tiles cannot be read, as on the meta device.
+
+        Synchronizes once with a GPU.
+        """
+        head = picture.headline(self.queries, self.keys, self._tiles, self.block)
+        cells = picture.cells_of(self._tiles, picture.TEXT_CELLS)
+        return head if cells is None else "\n".join([head, picture.summary(cells), picture.text(cells)])
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook, with the picture as SVG."""
+        head = picture.headline(self.queries, self.keys, self._tiles, self.block)
+        cells = picture.cells_of(self._tiles, picture.SVG_CELLS)
+        if cells is None:
+            return f"<div>{head}</div>"
+        legend = f"strong: full, faint: partial{picture.per_cell(cells)}"
+        return f"<div>{head}<br>{picture.summary(cells)}<br>{picture.svg(cells)}<br><small>{legend}</small></div>"
 
     def dense(self) -> Tensor:
         """Return the mask as bool (B|1, H|Hkv|1, M, N), for tests and pictures of small ones."""

@@ -16,9 +16,9 @@ from tilewise.ops.gemm.problem import Product, check_arguments, describe, output
 from tilewise.quantities import count, number, quantity
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MatmulExplanation(Lines):
-    """Result of `explain`; ``str()`` returns it as text.
+    """Result of `explain`; ``str()`` and ``repr()`` return it as text.
 
     Attributes:
         choice: the backend, and the reason against each backend before it.

@@ -17,9 +17,9 @@ from tilewise.ops.row_softmax.triton.config import SoftmaxConfig, softmax_config
 from tilewise.quantities import count, quantity
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SoftmaxExplanation(Lines):
-    """Result of `explain`; ``str()`` returns it as text.
+    """Result of `explain`; ``str()`` and ``repr()`` return it as text.
 
     Attributes:
         rows, length: number of rows, and elements per row.
