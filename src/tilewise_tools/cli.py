@@ -43,7 +43,12 @@ def make_app() -> Typer:
     import typer
 
     # Plain help and errors: rich's frames cut options off in a narrow terminal and break messages that are piped.
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = typer.Typer(
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
 
     def show_version(asked: bool) -> None:
         if asked:

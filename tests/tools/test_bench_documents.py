@@ -49,9 +49,9 @@ def pair_biases():
 
 
 def test_what_is_said_of_pair_biases_that_are_called():
-    """Beside cuEquivariance without a mask, and with one by the door; beside FlexAttention where the host is slower."""
+    """Beside cuEquivariance without a mask, and with one by the entry point; FlexAttention where the host is slow."""
     both = [f"{called(f'pair bias D32 S{S}', 'tilewise-hopper', 'cuequivariance'):.1f}" for S in (256, 384, 512, 768)]
-    masked = [f"{called(f'triangle_attention D32 S{S}', 'tilewise-door', 'cuequivariance'):.1f}" for S in (384, 768)]
+    masked = [f"{called(f'triangle_attention D32 S{S}', 'tilewise-entry', 'cuequivariance'):.1f}" for S in (384, 768)]
     backward = [f"{called(f'pair bias D32 S{S}', 'tilewise-hopper', 'flex', ['backward']):.2f}" for S in (256, 384)]
     page, guide = (
         " ".join((REPOSITORY / "docs" / name).read_text().split()) for name in ("performance.md", "structure-models.md")

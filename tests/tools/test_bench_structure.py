@@ -1,4 +1,4 @@
-"""Bench cases of structure models: doors beside the plain call, masks of keys, and windows of atoms."""
+"""Bench cases of structure models: entry points beside the plain call, masks of keys, and windows of atoms."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tilewise_tools.bench.windows import WindowCase
 
 CPU = torch.device("cpu")
 BIAS = (1, 2, 40, 40)
-TRIANGLE = Case("triangle", 3, 2, 2, 40, 40, 8, bias=BIAS, dtype="float32", padded=True, door="triangle_attention")
-TOKENS = replace(TRIANGLE, family="tokens", padded=False, door="attention_pair_bias")
-SWIN = replace(TRIANGLE, family="swin", batch=6, padded=False, windows=3, door="attention")
+TRIANGLE = Case("triangle", 3, 2, 2, 40, 40, 8, bias=BIAS, dtype="float32", padded=True, entry="triangle_attention")
+TOKENS = replace(TRIANGLE, family="tokens", padded=False, entry="attention_pair_bias")
+SWIN = replace(TRIANGLE, family="swin", batch=6, padded=False, windows=3, entry="attention")
 WINDOWS = WindowCase("windows", 2, 2, 96, 8, dtype="float32")
 
 
@@ -34,9 +34,9 @@ def said_wrong(case, right, steps, x):
     return reference.wrong(reference.errors(found, right), case)
 
 
-@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN], ids=lambda case: case.door)
-@pytest.mark.parametrize("name", ["tilewise-cpu", "tilewise-door", "sdpa-math"])
-def test_doors_and_calls_are_right(case, name):
+@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN], ids=lambda case: case.entry)
+@pytest.mark.parametrize("name", ["tilewise-cpu", "tilewise-entry", "sdpa-math"])
+def test_entry_points_and_calls_are_right(case, name):
     """With the mask, and wrong without it."""
     x = case.inputs(CPU)
     assert (x.mask is not None) == (case is not TOKENS)
@@ -48,18 +48,19 @@ def test_doors_and_calls_are_right(case, name):
         assert said_wrong(case, right, provider.prepare(case, other), x)
 
 
-@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN], ids=lambda case: case.door)
-def test_a_door_is_called(case, monkeypatch):
+@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN], ids=lambda case: case.entry)
+def test_an_entry_point_is_called(case, monkeypatch):
     called = []
-    monkeypatch.setattr(structure, case.door, lambda *x, **_: called.append(x[0].shape) or x[0])
-    provider, x = of("attention")["tilewise-door"], case.inputs(CPU)
+    monkeypatch.setattr(structure, case.entry, lambda *x, **_: called.append(x[0].shape) or x[0])
+    provider, x = of("attention")["tilewise-entry"], case.inputs(CPU)
     assert provider.prepare(case, x).forward().shape == x.q.shape
     assert called == [(2, 3, *x.q.shape[1:]) if case is SWIN else (1, *x.q.shape)]
-    assert provider.declines(replace(case, door=None))
+    assert provider.applies(case)
+    assert not provider.applies(replace(case, entry=None))
 
 
 def test_cuequivariance_is_asked_as_it_wants_to_be(monkeypatch):
-    """By a module in its place, which is the door of the same name."""
+    """By a module in its place, which is the function of the same name."""
     provider = of("attention")["cuequivariance"]
     monkeypatch.setitem(sys.modules, "cuequivariance_ops_torch", SimpleNamespace(triangle_attention=triangle_attention))
     for case in (TRIANGLE, replace(TRIANGLE, padded=False)):
@@ -81,10 +82,10 @@ def test_cuequivariance_is_asked_as_it_wants_to_be(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [("tilewise-door", TRIANGLE), ("tilewise-door", TOKENS), ("tilewise-door", SWIN), ("cuequivariance", TRIANGLE)],
+    [("tilewise-entry", TRIANGLE), ("tilewise-entry", TOKENS), ("tilewise-entry", SWIN), ("cuequivariance", TRIANGLE)],
     ids=["triangle", "tokens", "swin", "cuequivariance"],
 )
-def test_what_a_door_is_called_with_costs_nothing(name, case, monkeypatch):
+def test_what_an_entry_point_is_called_with_costs_nothing(name, case, monkeypatch):
     """A tensor of q's size more, and its time, would be the bench's own."""
     stand_in = SimpleNamespace(triangle_attention=triangle_attention)
     monkeypatch.setitem(sys.modules, "cuequivariance_ops_torch", stand_in)
@@ -108,7 +109,7 @@ def test_who_takes_no_mask_of_keys_says_so():
     assert providers._no_bias(SWIN) == providers._no_cudnn_graph(SWIN) == "takes no mask of pairs"
 
 
-@pytest.mark.parametrize("case", [TRIANGLE, SWIN], ids=lambda case: case.door)
+@pytest.mark.parametrize("case", [TRIANGLE, SWIN], ids=lambda case: case.entry)
 def test_flex_hides_keys(case):
     """Its scores, added up here."""
     case = replace(case, backward=False)

@@ -6,6 +6,8 @@ import importlib.util
 import os
 import re
 import stat
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -52,12 +54,28 @@ def test_help(arguments, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     result = invoke(*arguments, "--help")
     assert result.exit_code == 0
+    assert invoke(*arguments, "-h").output == result.output
     assert "Usage: " in result.output
-    assert "  --help " in result.output
+    assert "  -h, --help " in result.output
     assert max(map(len, result.output.splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "80")
     text = invoke(*arguments, "--help").output
     assert "..." not in text.replace("[ARGS]...", "").replace("fp4, ...", "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("do", ["doctor"]), ("explain --ma", ["--mask"]), ("layout --p", ["--png"])]
+)
+def test_a_shell_completes_commands_and_options(typed, completed):
+    words = f"tilewise {typed}".split()
+    asked = {"_TILEWISE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    assert python("-m", "tilewise", env={**os.environ, **asked}).stdout.split() == completed
+    assert "--install-completion" in invoke("--help").output
+
+
+def test_no_command_says_door():
+    said = [invoke(*words, "-h").output for words in ([], *([name] for name in cli.COMMANDS))]
+    assert "door" not in " ".join([*said, invoke("bench", "list").output, invoke("doctor").output])
 
 
 def test_version():
@@ -136,7 +154,13 @@ def test_explain_of_a_stored_mask_and_its_picture(tmp_path):
     torch.save(seen, tmp_path / "mask.pt")
     shape = ("--shape", "1,1,300,16", "--kv-shape", "1,1,400,16", "--device", "cpu")
     result = invoke("explain", *shape, "--mask", str(tmp_path / "mask.pt"), "--png", str(tmp_path / "tiles.png"))
-    assert "6 of 12 tiles visible" in result.output
+    assert "6 of 12 tiles visible, 3 of them in part" in result.output
+    assert "tiles.png: 6 of 12 tiles of 128 x 128 visible, 3 in part" in result.output
+    causal = invoke(
+        "explain", *shape, "--mask", str(tmp_path / "mask.pt"), "--causal", "--png", str(tmp_path / "c.png")
+    )
+    assert "6 of 12 tiles visible without causal or window" in causal.output
+    assert "c.png: 5 of 12 tiles of 128 x 128 visible with causal or window" in causal.output
     assert (tmp_path / "tiles.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "cut.pt").touch()
     cut = invoke("explain", *shape, "--mask", str(tmp_path / "cut.pt"))
@@ -225,7 +249,10 @@ SM_90 = (*SHAPE, "--device", "sm_90")
         ([*SHAPE, "--kv-shape", "4,3,64,64"], "for --kv-shape: the 3 key/value heads must divide the 16 query heads"),
         ([*SHAPE, "--kv-shape", "4,16,64,32"], "for --kv-shape: head dimension must equal --shape's 64, got 32"),
         ([*SHAPE, "--kv-shape", "3,16,64,64"], "for --kv-shape: batch size must equal --shape's 4, got 3"),
-        ([*SHAPE, "--device", "tpu"], "--device: must be cpu, cuda or a compute capability such as sm_90, got 'tpu'"),
+        (
+            [*SHAPE, "--device", "tpu"],
+            "--device: must be cpu, cuda, a GPU such as h100, or a compute capability such as sm_90, got 'tpu'",
+        ),
         ([*SHAPE, "--device", "cuda"], "--device: torch sees no CUDA device here"),
         ([*SHAPE, "--window", "3"], "--window: two widths are needed, each a number or none, such as 512,0, got '3'"),
         ([*SHAPE, "--window", "-3,0"], "for --window: left width must be 0 or more (none for no limit), got -3"),
@@ -314,13 +341,20 @@ def test_explain_speaks_of_options_in_its_answer_too():
     shape = ("--shape", "2,4,512,192", "--device", "sm_90", "--softcap", 30, "--deterministic")
     output = invoke("explain", *shape, "--bias", "1,1,512,512").output
     assert "with --deterministic\n" in output
-    assert "limits: unknown device or dtype: give --limits FLOP/s,bytes/s\n" in invoke("explain", *SHAPE).output
+    assert "measured; with --limits FLOP/s,bytes/s the bound" in invoke("explain", *SHAPE, "--device", "cpu").output
 
 
 def test_a_device_and_a_backend_in_other_words():
     assert "attention on cpu" in invoke("explain", *SHAPE, "--device", "CPU").output
     expected = invoke("explain", *SM_90).output
     assert invoke("explain", *SM_90, "--backend", "auto").output == expected
+    for name in ("h100", "H100", "SM_90"):
+        assert invoke("explain", *SHAPE, "--device", name).output == expected
+    assert "(data sheet of the H200 SXM)" in invoke("explain", *SHAPE, "--device", "h200").output
+    assert "(compute capability 8.9)" in invoke("explain", *SHAPE, "--device", "RTX 4090").output
+    tile = ("layout", "--shape", "128,64", "--arch")
+    assert invoke(*tile, "B200").output == invoke(*tile, "sm_100").output
+    assert "--arch: must be one of sm_90, sm_100, got 'a100'" in shown(invoke(*tile, "a100").output)
 
 
 # layout
@@ -355,6 +389,20 @@ def test_layout_names_the_files_that_it_wrote(tmp_path):
     svg, html = tmp_path / "a.svg", tmp_path / "a.html"
     output = invoke("layout", "--shape", "128,64", "--svg", svg, "--html", html).output
     assert output.endswith(f"picture: {svg}\npage: {html}\n")
+
+
+@pytest.mark.parametrize("memory", [[], ["--memory", "tensor", "--arch", "sm_100"]], ids=["shared", "tensor"])
+def test_a_closed_pipe_stops_no_file(memory, tmp_path):
+    """As in ``| head -1``; and nothing is said about the pipe."""
+    files = [tmp_path / f"a.{ending}" for ending in ("svg", "png", "html")[: 2 if memory else 3]]
+    options = [word for path in files for word in (f"--{path.suffix[1:]}", str(path))]
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "tilewise", "layout", "--shape", "128,64", *memory, *options]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert done.stderr == b""
+    assert [path.stat().st_size > 1000 for path in files] == [True] * len(files)
 
 
 # doctor

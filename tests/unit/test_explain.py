@@ -132,11 +132,29 @@ def test_the_bound():
         )
 
 
-def test_unknown_limits_are_said_with_the_break_even():
-    text = str(explain(*small(), device="cpu"))
-    assert "limits: unknown device or dtype: give limits=(FLOP/s, bytes/s)" in text
-    assert re.search(r"\d FLOP/byte: compute-bound where a device does fewer than [\d.]+ FLOP in the time of", text)
-    assert "memory-bound" not in text
+@pytest.mark.parametrize(
+    ("device", "why"), [("cpu", "this CPU's speed is not measured"), ("sm_120", "unknown for this GPU and dtype")]
+)
+def test_unknown_limits_are_said_and_no_bound(device, why):
+    text = str(explain(*small(), device=device))
+    assert text.endswith(f"limits: {why}; with limits=(FLOP/s, bytes/s) the bound and the least time are shown")
+    assert len(re.findall(r"^  [\d.]+ FLOP/byte$", text, re.MULTILINE)) == 2
+    assert "-bound" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "bandwidth"),
+    [
+        ("h100", (9, 0), 3.35e12), ("H200", (9, 0), 4.8e12), ("NVIDIA H200", (9, 0), 4.8e12), ("gh200", (9, 0), None),
+        ("A100", (8, 0), 2.0e12), ("a30", (8, 0), None), ("RTX 4090", (8, 9), None),
+        ("geforce-rtx-5090", (12, 0), None),
+    ],
+)  # fmt: skip
+def test_a_gpu_by_its_name(name, capability, bandwidth):
+    """With the data sheet of this GPU, not of another one of its capability."""
+    e = explain(*small(), device=name)
+    assert (e.problem.device, e.problem.capability) == ("cuda", capability)
+    assert (e.limits and e.limits.bytes_per_second) == bandwidth
 
 
 @pytest.mark.parametrize(
@@ -236,9 +254,11 @@ def test_the_arguments_are_attentions():
         explain(*small(), backend="cpu", device="sm_90")
 
 
-@pytest.mark.parametrize("device", ["cuda", "sm90", "sm_9", "cuda:0", "", 90])
+@pytest.mark.parametrize("device", ["cuda", "sm90", "sm_9", "cuda:0", "", 90, "h1000"])
 def test_device_of_another_form(device):
-    with pytest.raises(ValueError, match=r"^device: must be 'cpu' or a compute capability such as 'sm_90', got "):
+    with pytest.raises(
+        ValueError, match=r"^device: must be 'cpu', a GPU such as 'H100', or a compute capability such as 'sm_90', got "
+    ):
         explain(*small(), device=device)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Needs
-from tilewise.explanation.shared import on_device
+from tilewise.explanation.shared import DEVICES, on_device
 from tilewise.explanation.text import Explanation
 from tilewise.explanation.work import (
     BACKWARD_PASSES,
@@ -33,6 +33,7 @@ from tilewise.frontend.varlen import read_packed
 from tilewise.masks.block_sparse import TileMask
 from tilewise.planner import make_plan
 from tilewise.spec.bias_components import NO_PARTS
+from tilewise.spec.gpus import CAPABILITIES, gpu_key
 from tilewise.spec.problem import Problem, irregular
 from tilewise.spec.score import Numbers, Window
 from tilewise.spec.seqlens import Lengths, places
@@ -72,9 +73,10 @@ def explain(
             `explain_varlen`, so these tensors need elements. With more leading dimensions than a batch it is one of the
             calls of four dimensions that is shown, and how many there are.
         return_lse: has no effect: the LSE is always computed and written.
-        device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
+        device: plan for another device than the tensors': "cpu", a GPU such as "H100" or "RTX 4090", or a compute
+            capability such as "sm_90".
         limits: ``(FLOP/s, bytes/s)`` of the device. Default: the data sheet of an A100, H100 or H200 (SXM), for 16-bit
-            tensors; for others no bound is computed, only the intensity at which it changes.
+            tensors; for others, and for CPUs, no bound is computed.
 
     Returns:
         Explanation; print it.
@@ -239,14 +241,14 @@ def _operand_bytes(call: Call, problem: Problem) -> tuple[int, int]:
 
 
 def _problem_of(call: Call, device: str | None) -> tuple[Problem, str | None]:
-    """Return the problem of a call, and the name of its tensors' GPU, or None."""
+    """Return the problem of a call, and the name of its GPU, or None."""
     q, needs = call.inputs.q, Needs(*[x is not None and x.requires_grad for x in call.inputs.differentiable()])
     problem = Problem.of(
         *call.inputs, call.score, **needs.of_problem, deterministic=call.deterministic,
         irregular=irregular(*call.inputs[:4]),
     )  # fmt: skip
     if device is not None:
-        return on_device(problem, device), None
+        return on_device(problem, device), gpu_key(device) if gpu_key(device) in CAPABILITIES else None
     if q.is_meta:
-        raise ValueError("device: needed for tensors on the meta device: 'cpu' or a compute capability such as 'sm_90'")
+        raise ValueError(f"device: needed for tensors on the meta device: {DEVICES}")
     return problem, torch.cuda.get_device_name(q.device) if q.is_cuda else None

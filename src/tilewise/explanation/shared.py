@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 
+from tilewise.spec.gpus import compute_capability
+
 P = TypeVar("P")
+DEVICES = "'cpu', a GPU such as 'H100', or a compute capability such as 'sm_90'"
 
 
 class Lines:
@@ -42,20 +44,14 @@ class Lines:
 
 
 def on_device(problem: P, device: str) -> P:
-    """Return ``problem``, a dataclass with ``device`` and ``capability``, for another device. device: "cpu", or a CUDA
-    compute capability such as "sm_90"."""
+    """Return ``problem``, a dataclass with ``device`` and ``capability``, for another device: "cpu", a GPU such as
+    "H100", or a compute capability such as "sm_90"."""
     values: dict[str, Any] = {"device": "cpu", "capability": None}
     if device != "cpu":
         values = {"device": "cuda", "capability": compute_capability(device)}
         if values["capability"] is None:
-            raise ValueError(f"device: must be 'cpu' or a compute capability such as 'sm_90', got {device!r}")
+            raise ValueError(f"device: must be {DEVICES}, got {device!r}")
     return dataclasses.replace(problem, **values)  # type: ignore[type-var]
-
-
-def compute_capability(device: str) -> tuple[int, int] | None:
-    """Return (9, 0) for "sm_90", (12, 1) for "sm_121", None for other texts."""
-    found = re.fullmatch(r"sm_([0-9]{1,2})([0-9])", device) if isinstance(device, str) else None
-    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -100,9 +100,10 @@ def _lines(e: Explanation) -> Iterator[str]:
         yield f"  causal or window: {percent(p.pairs / max(total, 1))} of the scores are visible"
     if p.tile_mask is not None and p.mask is not None:
         size, at = p.tile_mask, e.tile_mask
-        found = (
-            "" if at is None else f": {at.visible} of {count(at.tiles, 'tile')} visible, {at.partial} of them in part"
-        )
+        found = ""
+        if at is not None:
+            alone = "" if p.score.band.unlimited else " without causal or window"
+            found = f": {at.visible} of {count(at.tiles, 'tile')} visible{alone}, {at.partial} of them in part"
         yield f"  TileMask {p.mask.shape} in tiles of {size.block_m} x {size.block_n}{found}"
     if isinstance(e.gather, Gather):
         chunks, rows, cols, _ = e.gather
@@ -124,12 +125,13 @@ def _lines(e: Explanation) -> Iterator[str]:
         return
     for name, work, passes in _passes(e):
         yield f"{name}: {quantity(work.flops, 'FLOP')}, at least {quantity(work.bytes, 'B')} of memory traffic"
-        yield f"  {number(work.intensity)} FLOP/byte: {_bound(e.limits, work)}"
+        yield f"  {number(work.intensity)} FLOP/byte{_bound(e.limits, work)}"
         *first, last = passes
         stored = f"{', '.join(first)} and {last}"
         yield f"  storing {stored} would add {quantity(work.unfused_bytes, 'B')} of traffic"
     if e.limits is None:
-        yield "limits: unknown device or dtype: give limits=(FLOP/s, bytes/s)"
+        where = "this CPU's speed is not measured" if p.capability is None else "unknown for this GPU and dtype"
+        yield f"limits: {where}; with limits=(FLOP/s, bytes/s) the bound and the least time are shown"
     else:
         speed, bandwidth, source = e.limits
         yield f"limits: {quantity(speed, 'FLOP/s')}, {quantity(bandwidth, 'B/s')} ({source})"
@@ -173,8 +175,8 @@ def _passes(e: Explanation) -> Iterator[tuple[str, Work, dict[str, int]]]:
 
 def _bound(known: Limits | None, work: Work) -> str:
     if known is None:
-        return f"compute-bound where a device does fewer than {number(work.intensity)} FLOP in the time of one byte"
+        return ""
     return (
-        f"{known.bound(work)}-bound, the break-even is at {number(known.break_even)}; "
+        f": {known.bound(work)}-bound, the break-even is at {number(known.break_even)}; "
         f"at least {duration(known.seconds(work))}"
     )

@@ -151,11 +151,12 @@ def _count_tiles(seen: Tensor) -> int:
 
 
 def _data_sheet(problem: Problem, name: str | None) -> Limits | None:
-    """Return the limits of the device called ``name``; without a name, of the capability's first data sheet."""
+    """Return the limits of the GPU with the name in CUDA, or the `gpu_key`, ``name``; without a name, of the
+    capability's first data sheet."""
     if problem.capability is None or problem.dtype.itemsize != 2:
         return None
     for sheet in DATA_SHEETS.get(problem.capability, ()):
-        if name is None or sheet.name in name:
+        if name is None or sheet.name in name or sheet.model.partition(" ")[0].lower() == name:
             return Limits(sheet.flops, sheet.bytes_per_second, f"data sheet of the {sheet.model}")
     return None
 

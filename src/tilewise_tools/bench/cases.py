@@ -67,7 +67,7 @@ class Case:
         padded: True to hide a random eighth of the keys of each batch element by a bool mask; all pairs count as work.
         windows: number of random bool masks (M, N) that hide a third of the pairs and repeat along the batch, as of
             Swin's windows; all pairs count as work.
-        door: one of `structure.DOORS`, a function that is measured in addition to `tilewise.attention`.
+        entry: one of `structure.ENTRY_POINTS`, a function that is measured in addition to `tilewise.attention`.
         window: with causal, the number of keys that a query sees, including its own.
         host: True for a small case that measures the host time of a call; pictures omit it.
     """
@@ -92,7 +92,7 @@ class Case:
     mask: str | None = None
     padded: bool = False
     windows: int | None = None
-    door: str | None = None
+    entry: str | None = None
     window: int | None = None
 
     @property
@@ -223,8 +223,8 @@ def pair(length: int) -> Case:
 
 
 def beside(case: Case, name: str) -> Case:
-    """Return the case with a function that is measured in addition, one of `structure.DOORS`."""
-    return replace(case, door=name)
+    """Return the case with a function that is measured in addition, one of `structure.ENTRY_POINTS`."""
+    return replace(case, entry=name)
 
 
 def triangle(length: int) -> Case:

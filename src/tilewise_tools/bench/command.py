@@ -156,7 +156,9 @@ def list_names(
         typer.echo(f"  {case.name}")
     typer.echo("providers:")
     for provider in providers(torch.device(where)):
-        reasons = {provider.declines(case) for case in known if case.operator == provider.operator}
+        reasons = {
+            provider.declines(case) for case in known if case.operator == provider.operator and provider.applies(case)
+        }
         reason = provider.unavailable or (reasons.pop() if len(reasons) == 1 else None)
         typer.echo(f"  {provider.name:{NAME_WIDTH}} {reason or ''}".rstrip())
 

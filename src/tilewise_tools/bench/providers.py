@@ -48,6 +48,7 @@ class Provider(NamedTuple):
         declines: (case) -> reason why it does not support the case, as far as known in advance; None if it may.
         prepare: (case, inputs) -> steps; may compile; raises if it does not support the case.
         operator: the operator of its cases.
+        applies: (case) -> False if there is nothing to measure, so that no row is made.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Provider(NamedTuple):
     declines: Callable[[Any], str | None]
     prepare: Callable[[Any, Any], Steps]
     operator: str = "attention"
+    applies: Callable[[Any], bool] = lambda case: True
 
     @property
     def ours(self) -> bool:
@@ -76,7 +78,13 @@ def providers(device: torch.device) -> list[Provider]:
     flex = "has no backward on the CPU" if elsewhere else _missing("triton", "triton")
     return [
         *(_tilewise(backend, device) for backend in AUTOMATIC),
-        Provider("tilewise-door", None, structure.no_door, lambda case, x: _autograd(structure.door(case, x), x)),
+        Provider(
+            "tilewise-entry",
+            None,
+            lambda case: None,
+            lambda case, x: _autograd(structure.entry_point(case, x), x),
+            applies=lambda case: case.entry is not None,
+        ),
         _sdpa("sdpa-flash", "FLASH_ATTENTION", None),
         _sdpa("sdpa-cudnn", "CUDNN_ATTENTION", elsewhere),
         _sdpa("sdpa-efficient", "EFFICIENT_ATTENTION", elsewhere),

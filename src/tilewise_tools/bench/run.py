@@ -148,14 +148,15 @@ def run(
     crew = [provider for provider in chosen_providers(options) if provider.operator in computed]
     if not crew:
         raise UsageError("--providers", f"none of those computes the cases, which are {' and '.join(sorted(computed))}")
-    ready = {name: [p for p in crew if p.unavailable is None and p.operator == name] for name in computed}
+    here = [provider for provider in crew if provider.unavailable is None]
+    ready = {case.name: [p for p in here if p.operator == case.operator and p.applies(case)] for case in chosen}
     device = torch.device(options.device)
     rounds = _ROUNDS[device.type]
     unavailable = {provider.name: provider.unavailable for provider in crew if provider.unavailable is not None}
-    absent = [(c.name, p.name) for c in chosen for p in ready[c.operator] if wants_cuda(p.declines(c))]
+    absent = [(c.name, p.name) for c in chosen for p in ready[c.name] if wants_cuda(p.declines(c))]
     silent = set(absent)
     wanting = [*(provider for _, provider in absent), *(name for name, why in unavailable.items() if wants_cuda(why))]
-    progress.start(sum(len(ready[case.operator]) for case in chosen) - len(silent), left_out(wanting))
+    progress.start(sum(len(ready[case.name]) for case in chosen) - len(silent), left_out(wanting))
     progress.working("calibration")
     dtypes = list(dict.fromkeys([*(["float32"] if device.type == "cpu" else []), *(case.dtype for case in chosen)]))
     calibration = calibrate(Clock(device, 0.3), dtypes)
@@ -177,7 +178,7 @@ def run(
         measured = _Measured(case, clock)
         rows: dict[str, Row] = {}
         for turn in range(rounds):
-            for provider in ready[case.operator]:
+            for provider in ready[case.name]:
                 if (case.name, provider.name) not in silent:
                     progress.working(f"{case.name}: {provider.name}")
                 if stopped is None and time.monotonic() - started > options.budget:

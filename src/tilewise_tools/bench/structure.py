@@ -42,24 +42,16 @@ def _windows(case: Case, x: CaseInputs) -> Tensor:
     return o.flatten(0, 1)
 
 
-DOORS: dict[str, Callable[[Case, CaseInputs], Tensor]] = {
+ENTRY_POINTS: dict[str, Callable[[Case, CaseInputs], Tensor]] = {
     "triangle_attention": _triangle, "attention_pair_bias": _tokens, "attention": _windows,
 }  # fmt: skip
 
 
-def door(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
+def entry_point(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     """Return the forward of the case's entry point, by tilewise's default backend."""
-    assert case.door is not None
-    call = DOORS[case.door]
+    assert case.entry is not None
+    call = ENTRY_POINTS[case.entry]
     return lambda: call(case, x)
-
-
-def no_door(case: Case) -> str | None:
-    return (
-        None
-        if case.door is not None
-        else "is measured only on cases with more dimensions or an entry point for structure models"
-    )
 
 
 def cuequivariance_declines(case: Case) -> str | None:

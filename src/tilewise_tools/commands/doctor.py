@@ -62,7 +62,7 @@ def check_backends(device: torch.device) -> Iterator[tuple[str, bool | None]]:
         if not is_ours(provider.name) or provider.operator != "attention":
             continue
         name = provider.name.removeprefix("tilewise-")
-        for case in _cases(device):
+        for case in filter(provider.applies, _cases(device)):
             reason = provider.declines(case)
             if reason is not None:
                 yield f"backend {name}, {case.dtype}: cannot run here: {reason}", None

@@ -55,7 +55,8 @@ def command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu, cuda, or a compute capability such as sm_90; no such GPU is needed. "
+            help="cpu, cuda, a GPU such as h100 or rtx4090, or a compute capability such as sm_90; no such GPU is "
+            "needed. "
             "Default: cuda if torch sees a GPU, else cpu.",
             metavar="DEVICE",
         ),
@@ -151,14 +152,12 @@ def command(
             )
     except (ValueError, TypeError) as error:
         raise told(error, options) from None
-    typer.echo(in_options(str(explanation), options))
+    lines = [in_options(str(explanation), options)]
     if explanation.forward.flops > 0:
-        typer.echo("")
-        for line in traffic_table(explanation):
-            typer.echo(line)
+        lines += ["", *traffic_table(explanation)]
     if png is not None and tile_mask is not None:
-        draw(tile_mask, explanation.problem.score.band, png)
-        typer.echo(f"picture: {png}")
+        lines.append(f"picture: {png}: {draw(tile_mask, explanation.problem.score.band, png)}")
+    typer.echo("\n".join(lines))  # after the picture: a reader such as head may close the pipe
 
 
 def _options(kv_shape: bool, value_dim: bool) -> dict[str, str]:
@@ -175,14 +174,17 @@ def _where(place: str) -> tuple[str, AbstractContextManager]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from tilewise.explanation.shared import compute_capability
+    from tilewise.spec.gpus import compute_capability
 
     if compute_capability(place) is not None:
         return "meta", nullcontext()
     if place not in ("cpu", "cuda"):
-        raise mistake("--device", f"must be cpu, cuda or a compute capability such as sm_90, got {place!r}")
+        raise mistake(
+            "--device",
+            f"must be cpu, cuda, a GPU such as h100, or a compute capability such as sm_90, got {place!r}",
+        )
     if place == "cuda" and not torch.cuda.is_available():
-        raise mistake("--device", "torch sees no CUDA device here; name one, such as sm_90")
+        raise mistake("--device", "torch sees no CUDA device here; name one, such as h100 or sm_90")
     return place, FakeTensorMode()
 
 

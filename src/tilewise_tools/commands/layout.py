@@ -27,6 +27,7 @@ from tilewise.layouts.png import write_png
 from tilewise.layouts.svg import to_svg
 from tilewise.layouts.tensor_memory_views import tensor_memory_drawing, tensor_memory_facts, tensor_memory_figure
 from tilewise.layouts.text import drawing, facts
+from tilewise.spec.gpus import compute_capability
 from tilewise_tools.commands.arguments import check_writable, choice, mistake, told, whole
 from tilewise_tools.commands.arguments import shape as parse_shape
 from tilewise_tools.commands.spelling import dtype_name
@@ -54,7 +55,11 @@ def command(
         typer.Option(help="Dimension along which atoms follow one another in memory.", metavar="strided|leading"),
     ] = "strided",
     arch: Annotated[
-        str, typer.Option(help="sm_90 is Hopper (wgmma), sm_100 Blackwell (tcgen05).", metavar="sm_90|sm_100")
+        str,
+        typer.Option(
+            help="sm_90 is Hopper (wgmma), sm_100 Blackwell (tcgen05); or a GPU, such as h100 or b200.",
+            metavar="sm_90|sm_100",
+        ),
     ] = "sm_90",
     operand: Annotated[str, typer.Option(help="Operand of the product.", metavar="a|b")] = "a",
     memory: Annotated[
@@ -97,7 +102,7 @@ def command(
             "--swizzle": (swizzle, "128"),
             "--major": (major, "k"),
             "--order": (order, "strided"),
-            "--arch": (arch, "sm_100"),
+            "--arch": (_arch(arch), "sm_100"),
             "--operand": (operand, "a"),
             "--rows": (rows, None),
             "--html": (html, None),
@@ -110,21 +115,21 @@ def command(
         tile = Operand(
             (size[0], size[1]), bits, mode, choice(major, "--major", Major), choice(order, "--order", AtomOrder)
         )
-        shares = list(instructions(tile, choice(arch, "--arch", Arch), role, height, base))
+        shares = list(instructions(tile, _arch(arch), role, height, base))
         offset = None if place is None else tile.byte_offset(*place)
     except LayoutError as error:
         raise _told(error, height) from None
     if shown >= len(shares):
         raise mistake("--instruction", f"there are {len(shares)}, counted from 0, got {shown}")
     share = shares[shown]
-    for line in [*facts(tile, shares, role, shown), "", *drawing(tile, share)]:
-        typer.echo(line)
+    lines = [*facts(tile, shares, role, shown), "", *drawing(tile, share)]
     if place is not None and offset is not None:
-        typer.echo(f"\nelement {place} is at byte {offset}, address {base + offset:#x}")
-    _draw(figure(tile, share), svg, png)
+        lines += ["", f"element {place} is at byte {offset}, address {base + offset:#x}"]
+    lines += _draw(figure(tile, share), svg, png)
     if html is not None:
         html.write_text(to_html(tile, shares, role, shown), encoding="utf-8")
-        typer.echo(f"page: {html}")
+        lines.append(f"page: {html}")
+    typer.echo("\n".join(lines))  # after all files: a reader such as head may close the pipe
 
 
 def _check_tensor(options: dict[str, tuple[str | Path | None, str | None]]) -> None:
@@ -147,22 +152,27 @@ def _tensor(
         raise _told(error, None) from None
     if shown >= len(tile.addresses()):
         raise mistake("--instruction", f"there are {len(tile.addresses())}, counted from 0, got {shown}")
-    for line in [*tensor_memory_facts(tile, shown), "", *tensor_memory_drawing(tile, shown)]:
-        typer.echo(line)
+    lines = [*tensor_memory_facts(tile, shown), "", *tensor_memory_drawing(tile, shown)]
     if cell is not None:
         last = cell.bit + tile.bits - 1
-        typer.echo(f"\nelement {place} is in lane {cell.lane}, column {cell.column}, bits {cell.bit} to {last}")
-    _draw(tensor_memory_figure(tile, shown), svg, png)
+        lines += ["", f"element {place} is in lane {cell.lane}, column {cell.column}, bits {cell.bit} to {last}"]
+    lines += _draw(tensor_memory_figure(tile, shown), svg, png)
+    typer.echo("\n".join(lines))
 
 
-def _draw(scene: Scene, svg: Path | None, png: Path | None) -> None:
-    """Write the figure, and say where."""
+def _draw(scene: Scene, svg: Path | None, png: Path | None) -> list[str]:
+    """Write the figure; return a line for each file."""
     if svg is not None:
         svg.write_text(to_svg(scene), encoding="utf-8")
-        typer.echo(f"picture: {svg}")
     if png is not None:
         write_png(scene, png)
-        typer.echo(f"picture: {png}")
+    return [f"picture: {path}" for path in (svg, png) if path is not None]
+
+
+def _arch(text: str) -> Arch:
+    """Return the architecture of "sm_90" or of a GPU such as "H100"."""
+    named = "sm_{}{}".format(*(compute_capability(text) or (0, 0)))
+    return choice(named if named in list(Arch) else text, "--arch", Arch)
 
 
 def _told(error: LayoutError, rows: int | None) -> typer.BadParameter:

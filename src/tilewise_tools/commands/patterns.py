@@ -101,8 +101,8 @@ PATTERNS = {
 }
 
 
-def draw(mask: TileMask, band: Band, path: Path) -> None:
-    """Write a PNG of the tiles of mask and causal/local window: queries downwards, keys to the right.
+def draw(mask: TileMask, band: Band, path: Path) -> str:
+    """Write a PNG of the tiles of mask and causal/local window, queries downwards, keys to the right; return its title.
 
     A tile is drawn full or empty only if it is so for all batch elements and heads.
     """
@@ -124,11 +124,11 @@ def draw(mask: TileMask, band: Band, path: Path) -> None:
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     full, partial = (sum(row.count(state) for row in states) for state in (2, 1))
-    axes.set_title(
-        f"{full + partial} of {rows * cols} tiles of {block_m} x {block_n} visible, {partial} in part (light)",
-        fontsize=10,
-    )
+    within = "" if band.unlimited else " with causal or window"
+    title = f"{full + partial} of {rows * cols} tiles of {block_m} x {block_n} visible{within}, {partial} in part"
+    axes.set_title(f"{title} (light)", fontsize=10)
     figure.savefig(path, format="png", bbox_inches="tight")
+    return title
 
 
 def shades(mask: TileMask, band: Band) -> list[list[int]]:

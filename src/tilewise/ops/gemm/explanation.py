@@ -61,7 +61,8 @@ def explain(
 
     Args:
         a, b, c, alpha, beta, backend: as for `tilewise.matmul`; tensors may be on the meta device.
-        device: plan for another device than the tensors': "cpu", or a CUDA compute capability such as "sm_90".
+        device: plan for another device than the tensors': "cpu", a GPU such as "H100", or a compute
+            capability such as "sm_90".
 
     Returns:
         MatmulExplanation; print it.
