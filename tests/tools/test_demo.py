@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from command_line import invoke, shown
 from processes import python
+from rich.console import Console
 from torch import Tensor
 
 import tilewise
@@ -136,6 +140,47 @@ def test_demo_tells_draws_and_ends_with_status_0(tiny, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_progress_is_told_in_a_file_too(tiny, tmp_path):
+    """And no line is wrapped there; a terminal has the bar instead."""
+    output = demo("--output", tmp_path, "--device", "cpu", "--parts", "training,memory").output
+    for name in ("training", "memory"):
+        lines = [line for line in output.splitlines() if line.startswith(f"{name}: ")]
+        assert lines[0] == f"{name}: started"
+        assert re.fullmatch(name + r": 100% after \d+ s", lines[-1])
+        assert len(lines) >= 3
+    assert any(len(line) > 200 for line in output.splitlines())
+
+
+def test_progress_lines_come_at_equal_shares(capsys):
+    lines = command.ProgressLines("training", Console())
+    for _ in range(12):
+        lines.advance(1 / 12)
+    told = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["started", "25%", "50%", "75%", "100%"]
+
+
+def test_training_ends_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr(training, "ENOUGH", 1e-9)
+    monkeypatch.setattr(training, "FEWEST_STEPS", 2)
+    done = []
+    result = training.run(TINY_TRAINING, CPU, done.append)
+    assert len(result.sdpa_losses) == len(result.tilewise_losses) == 2
+    assert sum(done) < 1
+    assert "in 2 steps" in " ".join(training.describe(result))
+    assert "losses of 2 steps" in str(result.comparisons[1])
+
+
+def test_what_a_gpu_shows_was_measured(tiny, tmp_path):
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "h200_bias_terms.json"
+    rows = json.loads(results.read_text(encoding="utf-8"))["structure"]["rows"]
+    found = {row["provider"]: row for row in rows if row["case"] == "bias 1HMN D64 S4096"}
+    for name, provider in (("tilewise", "tilewise-hopper"), ("sdpa", "sdpa-efficient")):
+        row, (milliseconds, mebibytes) = found[provider], command.ON_H200[name]
+        assert row["forward_ms"] + row["backward_ms"] == pytest.approx(milliseconds, abs=0.01)
+        assert row["memory_mib"] == mebibytes
+    assert command.on_a_gpu() in demo("--output", tmp_path, "--device", "cpu", "--parts", "memory").output
+
+
 def test_demo_ends_with_status_1_when_a_comparison_fails(tiny, monkeypatch, tmp_path):
     monkeypatch.setattr(
         training, "LOSS_TOLERANCE", -1.0
@@ -149,7 +194,7 @@ def test_demo_ends_with_status_1_when_a_comparison_fails(tiny, monkeypatch, tmp_
 @pytest.mark.parametrize(("load", "told"), [(0.4, False), (3.2, True)])
 def test_a_busy_machine_is_told(load, told, monkeypatch):
     monkeypatch.setattr(command.os, "getloadavg", lambda: (load, 9.0, 9.0), raising=False)
-    assert ("times are unreliable" in command._where(CPU)) == told
+    assert ("longer than it would alone" in command._where(CPU)) == told
 
 
 def test_quick_is_smaller():
@@ -295,6 +340,19 @@ def test_working_bytes_sees_what_is_allocated_and_freed_again():
 
     expected = (256 + 256 + 512) << 10
     assert expected <= memory.working_bytes(step, CPU) <= 1.5 * expected
+
+
+def test_working_bytes_sees_what_tilewise_allocates_in_its_workers():
+    """Two rows of tiles of 4 heads: at least one tile of scores in float32."""
+    q, bias = torch.ones(1, 4, 1024, 16, requires_grad=True), torch.zeros(1, 4, 1024, 1024, requires_grad=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        step = memory.attention_step(comparison.tilewise_attention, [q, q, q, bias, torch.ones(1, 4, 1024, 16)])
+        assert memory.working_bytes(step, CPU) >= 4 * 256 * 256
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_working_bytes_leaves_out_what_the_step_returns():

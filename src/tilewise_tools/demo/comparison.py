@@ -33,23 +33,25 @@ class Comparison:
 
     def __str__(self) -> str:
         verdict = "equal" if self.passed else "DIFFERENT"
-        return f"{verdict}: {self.what}, off by {self.difference:.2g} of {self.tolerance:.2g} allowed"
+        allowed = f": {self.difference:.2g} apart, {self.tolerance:.2g} is allowed" if self.tolerance else ""
+        return f"{verdict}: {self.what}{allowed}"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of repeated times of one step, in seconds."""
+    """Least, median and quartiles of repeated times of one step, in seconds."""
 
     median: float
     low: float
     high: float
+    least: float
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Spread:
         low, median, high = (
             statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else 3 * list(seconds)
         )
-        return cls(median, low, high)
+        return cls(median, low, high, min(seconds))
 
     def __str__(self) -> str:
         return f"{1e3 * self.median:.1f} ms ({1e3 * self.low:.1f} to {1e3 * self.high:.1f})"

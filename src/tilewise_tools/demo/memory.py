@@ -1,7 +1,7 @@
 """Part 3: memory and time of forward plus backward against sequence length, with a trainable bias.
 
-Working memory is the peak during the step, minus what was allocated before it, minus the output and the gradients,
-which every implementation must return.
+Working memory is the peak during the step (on a CPU, of one thread), minus what was allocated before it, minus the
+output and the gradients, which every implementation must return.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MemorySettings:
 CPU = MemorySettings(2, 4, 64, lengths=(256, 512, 1024, 2048), dtype=torch.float32, rounds=9)
 CUDA = MemorySettings(4, 8, 64, lengths=(1024, 2048, 4096, 8192, 16384, 32768), dtype=torch.bfloat16, rounds=11)
 # Rounds of a length stop after ENOUGH seconds, but not before FEWEST_ROUNDS, which the quartiles need.
-ENOUGH, FEWEST_ROUNDS = 6.0, 5
+ENOUGH, FEWEST_ROUNDS = 6.0, 4
 # Share of a GPU's memory that the bias and its gradient may take; longer sequences are left out.
 BIAS_SHARE = 0.4
 
@@ -71,6 +71,7 @@ class MemoryResult:
     tilewise: list[Measurement]
     sdpa: list[Measurement]
     comparisons: list[Comparison]
+    one_thread: bool = True  # of the memory: on a CPU
 
 
 def random_inputs(settings: MemorySettings, length: int, device: torch.device) -> list[Tensor]:
@@ -161,17 +162,18 @@ def run(
 ) -> MemoryResult:
     """Measure every length and call ``advance`` after each; compare results at the shortest length."""
     lengths = lengths_that_fit(settings, device)
-    work = sum(length**2 for length in lengths)
+    work = sum(lengths)
     comparisons = compare(attend, settings, lengths[0], device)
     measured = []
     for length in lengths:
         measured.append(measure({"tilewise": attend, "sdpa": sdpa_attention}, settings, length, device))
-        advance(length**2 / work)
+        advance(length / work)
     return MemoryResult(
         replace(settings, lengths=lengths),
         tilewise=[m["tilewise"] for m in measured],
         sdpa=[m["sdpa"] for m in measured],
         comparisons=comparisons,
+        one_thread=device.type == "cpu",
     )
 
 
@@ -180,14 +182,15 @@ def describe(result: MemoryResult) -> list[str]:
     s = result.settings
     dtype = str(s.dtype).removeprefix("torch.")
     pairs = list(zip(result.tilewise, result.sdpa, strict=True))
+    thread = ", on one thread" if result.one_thread else ""
     return [
         f"Forward and backward, q, k, v ({s.batch}, {s.heads}, S, {s.head_dim}) in {dtype}, trainable bias "
-        f"(1, {s.heads}, S, S). Working memory: what the step needs beyond inputs, output and gradients. Times: the "
-        f"median of {FEWEST_ROUNDS} to {s.rounds} interleaved rounds, and the range of their middle half.",
+        f"(1, {s.heads}, S, S). Working memory: what the step needs beyond inputs, output and gradients{thread}. "
+        f"Time: the fastest of {FEWEST_ROUNDS} to {s.rounds} interleaved rounds, which other programs delay least.",
         f"{'':>6} {'MiB, tilewise':>13} {'SDPA':>8}",
         *(f"{m.length:>6} {_mebibytes(m):>13} {_mebibytes(n):>8}" for m, n in pairs),
-        f"{'':>6} {'time, tilewise':>28} {'SDPA':>28}  times as fast",
-        *(f"{m.length:>6} {_time(m):>28} {_time(n):>28}  {_beside(m, n)}".rstrip() for m, n in pairs),
+        f"{'':>6} {'time, tilewise':>14} {'SDPA':>13}  times as fast",
+        *(f"{m.length:>6} {_time(m):>14} {_time(n):>13}  {_beside(m, n)}".rstrip() for m, n in pairs),
     ]
 
 
@@ -196,8 +199,10 @@ def _mebibytes(m: Measurement) -> str:
 
 
 def _time(m: Measurement) -> str:
-    return "out of memory" if m.seconds is None else str(m.seconds)
+    return "out of memory" if m.seconds is None else f"{1e3 * m.seconds.least:.1f} ms"
 
 
 def _beside(ours: Measurement, theirs: Measurement) -> str:
-    return "" if ours.seconds is None or theirs.seconds is None else ours.seconds.beside(theirs.seconds)
+    return (
+        "" if ours.seconds is None or theirs.seconds is None else f"{theirs.seconds.least / ours.seconds.least:.2f} x"
+    )

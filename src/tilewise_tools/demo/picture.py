@@ -104,7 +104,7 @@ def _draw_training(figure: Figure, cell: SubplotSpec, result: TrainingResult) ->
     lower.set_ylim(floor / 2, max(1e-2, 2 * worst(result.loss_differences)))
     lower.set_yticks([1e-8, 1e-5, 1e-2], labels=["0", "$10^{-5}$", "$10^{-2}$"])
     lower.yaxis.set_minor_locator(NullLocator())
-    lower.set_ylabel("|difference|", fontsize=9, color=FAINT)
+    lower.set_ylabel("losses differ by", fontsize=9, color=FAINT)
     lower.set_xlabel("step", fontsize=9, color=FAINT)
     for axes in (upper, lower):
         _plain(axes)
@@ -114,7 +114,7 @@ def _draw_training(figure: Figure, cell: SubplotSpec, result: TrainingResult) ->
     _heading(
         upper,
         "Training with a trainable bias",
-        f"{s.layers}-layer character model, bias (1, {s.heads}, {s.length}, {s.length})",
+        f"{s.layers}-layer character model, bias (1, {s.heads}, {s.length}, {s.length}); below: float32 rounding",
     )
 
 
@@ -126,13 +126,11 @@ def _draw_memory(figure: Figure, cell: SubplotSpec, result: MemoryResult) -> Non
         width = 3 if name == "SDPA" else 1.6
         memory = [(m.length, m.working_bytes / size) for m in measurements if m.working_bytes is not None]
         spreads = [(m.length, m.seconds) for m in measurements if m.seconds is not None]
-        times = [(length, 1e3 * seconds.median) for length, seconds in spreads]
+        times = [(length, 1e3 * seconds.least) for length, seconds in spreads]
         for axes, points in ((upper, memory), (lower, times)):
             if not points:
                 continue
             axes.loglog(*zip(*points, strict=True), "o-", color=color, linewidth=width, markersize=5, label=name)
-        low, high = ([1e3 * getattr(seconds, end) for _, seconds in spreads] for end in ("low", "high"))
-        lower.fill_between([length for length, _ in spreads], low, high, color=color, alpha=0.25, linewidth=0)
         if 0 < len(memory) < len(measurements):
             x, y = memory[-1]
             upper.annotate(
@@ -145,7 +143,7 @@ def _draw_memory(figure: Figure, cell: SubplotSpec, result: MemoryResult) -> Non
                 color=FAINT,
             )
     upper.set_ylabel(f"working memory, {unit}", fontsize=9, color=FAINT)
-    lower.set_ylabel("time, ms", fontsize=9, color=FAINT)
+    lower.set_ylabel("fastest round, ms", fontsize=9, color=FAINT)
     lower.set_xlabel("sequence length", fontsize=9, color=FAINT)
     lower.legend(loc="upper left", fontsize=9, frameon=False, labelcolor=INK)
     for axes in (upper, lower):

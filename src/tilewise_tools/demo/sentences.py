@@ -51,7 +51,11 @@ class SentencesResult:
     @property
     def comparisons(self) -> list[Comparison]:
         return [
-            Comparison("layers of attention, and calls of tilewise's operator", abs(self.layers - self.calls), 0),
+            Comparison(
+                f"{self.layers} layers of attention, {self.calls} calls of tilewise's operator",
+                abs(self.layers - self.calls),
+                0,
+            ),
             Comparison("sentence embeddings", self.difference, TOLERANCE),
         ]
 

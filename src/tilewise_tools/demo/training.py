@@ -32,6 +32,8 @@ from tilewise_tools.demo.comparison import (
 # is wrong by 0.1% changes the losses by 1.5e-4, a dbias that is wrong by 1% by 3e-3.
 LOSS_TOLERANCE = 5e-5
 GRADIENT_TOLERANCE = 2e-5
+# A run stops after ENOUGH seconds, but not before FEWEST_STEPS.
+ENOUGH, FEWEST_STEPS = 75.0, 20
 SEED = 20
 
 
@@ -82,7 +84,7 @@ class TrainingResult:
     def comparisons(self) -> list[Comparison]:
         return [
             Comparison("first gradients of every parameter, relative", self.gradient_difference, GRADIENT_TOLERANCE),
-            Comparison(f"losses of {self.settings.steps} steps", worst(self.loss_differences), LOSS_TOLERANCE),
+            Comparison(f"losses of {len(self.sdpa_losses)} steps", worst(self.loss_differences), LOSS_TOLERANCE),
         ]
 
 
@@ -218,12 +220,19 @@ def run(
     advance: Advance = lambda fraction: None,
     attend: Attend = tilewise_causal_attention,
 ) -> TrainingResult:
-    """Train one copy with ``attend`` and one with SDPA; call ``advance`` after each step of both."""
+    """Train one copy with ``attend`` and one with SDPA, up to the settings' steps or `ENOUGH` seconds.
+
+    Calls ``advance`` after each step of both, with fractions whose sum is at most 1.
+    """
     symbols, batches = read_batches(settings)
     ours = Run(symbols, settings, device, attend)
     theirs = Run(symbols, settings, device, sdpa_causal_attention)
     gradient_difference = math.nan
+    begin, done = time.perf_counter(), 0.0
     for step, cpu_batch in enumerate(batches):
+        spent = (time.perf_counter() - begin) / ENOUGH
+        if step >= FEWEST_STEPS and spent > 1:
+            break
         batch = cpu_batch.to(device)
         # The first run alternates, so that the order does not bias the times.
         for one in (ours, theirs) if step % 2 == 0 else (theirs, ours):
@@ -231,7 +240,9 @@ def run(
         if step == 0:
             pairs = zip(ours.gradients(), theirs.gradients(), strict=True)
             gradient_difference = worst(relative_difference(a, b) for a, b in pairs)
-        advance(1 / settings.steps)
+        now = max((step + 1) / settings.steps, min(spent, 0.999))
+        advance(now - done)
+        done = now
     return TrainingResult(
         settings=settings,
         symbols=symbols,
@@ -245,11 +256,11 @@ def run(
 
 def describe(result: TrainingResult) -> list[str]:
     """Return the printed summary, as lines."""
-    s = result.settings
+    s, steps = result.settings, len(result.sdpa_losses)
     return [
         f"A {s.layers}-layer character model, whose only notion of position is a trainable bias (1, {s.heads}, "
         f"{s.length}, {s.length}), learns Shakespeare's As You Like It: once through tilewise, once through SDPA.",
-        f"Loss {result.tilewise_losses[0]:.3f} -> {result.tilewise_losses[-1]:.3f} nats a character in {s.steps} steps "
+        f"Loss {result.tilewise_losses[0]:.3f} -> {result.tilewise_losses[-1]:.3f} nats a character in {steps} steps "
         f"(guessing: {math.log(result.symbols):.3f}).",
         f"A step takes tilewise {result.tilewise_seconds}, SDPA {result.sdpa_seconds}, the median and the range of the "
         f"middle half. Times as fast: {result.tilewise_seconds.beside(result.sdpa_seconds)}.",
