@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import tilewise
 from tilewise import TileMask
 from tilewise.bias import Alibi, RelativeBias, alibi, alibi_slopes
+from tilewise_tools.demo.example import Run, draw_apart, parse, table
 
 WIDTH, HEADS, REACH, CAP = 64, 4, 16, 20.0
 
@@ -62,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--documents", type=int, default=3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
+    given = parse(parser, arguments, "flex", dtypes=False)
     torch.manual_seed(0)
     on_cpu = given.device == "cpu"
     like = {"device": given.device, "dtype": torch.float64 if on_cpu else torch.float32}
@@ -105,11 +106,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     # A mask by tiles that no mask_mod is asked for, and causal=True beside it.
     by_tiles = layer.after(*parts, TileMask.documents(document), causal=True)
     apart["output with TileMask.documents"] = relative(by_tiles, by_flex)
-    for name, difference in apart.items():
-        print(f"{name}: {difference:.1e}")
     most = 1e-6 if on_cpu else 2e-3  # on a GPU products may be rounded to TF32
+    print(f"largest difference, of the largest number; less than {most:.0e} is rounding:")
+    for name, difference in apart.items():
+        print(f"  {name}: {difference:.1e}")
     assert max(apart.values()) < most, f"FlexAttention and tilewise differ by more than {most}"
     print(tilewise.explain(*parts, bias=layer.bias(), mask=block_mask, softcap=CAP))
+    runs = [Run("tilewise"), Run("flex")]
+    detached = [y.detach() for y in parts]
+    with torch.no_grad():
+        for _ in range(8):
+            for run, forward in zip(runs, (layer.after, layer.before), strict=True):
+                run.measure(partial(forward, *detached, block_mask), given.device)
+    print("a step is a forward; on a CPU FlexAttention computes all scores" if on_cpu else "a step is a forward")
+    table(runs)
+    draw_apart(given.output / "from_flex.png", "From FlexAttention to tilewise", apart, most, runs)
     return apart
 
 

@@ -1,7 +1,7 @@
 """A causal model of characters with trained ALiBi slopes, on the speeches of a play, packed without padding.
 
-    python examples/packed_alibi.py                     # six layers, 384 wide, as nanoGPT's model of characters
-    python examples/packed_alibi.py --against padded    # the same speeches in padded batches: the same losses
+    python examples/packed_alibi.py                           # beside padded batches by PyTorch: equal losses
+    python examples/packed_alibi.py --width 384 --layers 6    # as nanoGPT's model of characters, for a GPU
 
 Speeches are of very different lengths. `tilewise.varlen_attention` takes them end to end; each sees itself alone, and
 ALiBi's distances are counted within it. Everything else in the model is computed for each character by itself, so that
@@ -11,9 +11,9 @@ nothing but attention has to know where a speech begins.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 import tilewise
 from tilewise.bias import alibi, alibi_slopes
+from tilewise_tools.demo.example import NONE, Run, parse, report, train
 
 HEADS = 6
-LONGEST = 512  # characters of a speech that count
+LONGEST = 256  # characters of a speech that count
 
 
 class Layer(nn.Module):
@@ -36,13 +37,16 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cu: Tensor, longest: int, padded: bool) -> Tensor:
         q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, HEADS, -1)).unbind(1)  # (characters, heads, D)
-        bias = alibi(self.slopes, "signed")
         if padded:
             # A row for each speech. Padding comes last, where no character of the speech sees it.
-            real = torch.arange(longest, device=x.device) < cu.diff()[:, None]
+            place = torch.arange(longest, device=x.device)
+            real = place < cu.diff()[:, None]
             rows = [y.new_zeros(*real.shape, *y.shape[1:]).index_put((real,), y).transpose(1, 2) for y in (q, k, v)]
-            o = tilewise.attention(*rows, bias=bias, causal=True).transpose(1, 2)[real]
+            distance = place - place[:, None]
+            bias = (self.slopes[:, None, None] * distance).masked_fill(distance > 0, -torch.inf)
+            o = F.scaled_dot_product_attention(*rows, attn_mask=bias[None]).transpose(1, 2)[real]
         else:
+            bias = alibi(self.slopes, "signed")
             o = tilewise.varlen_attention(q, k, v, cu, cu, longest, longest, bias=bias, causal=True)
         x = x + self.out(o.flatten(1))
         return x + self.down(F.gelu(self.up(self.between(x))))
@@ -84,47 +88,38 @@ def batches(found: list[Tensor], room: int) -> Iterator[tuple[Tensor, Tensor, Te
             chosen.append(found[i])
 
 
-def train(given: argparse.Namespace, padded: bool) -> list[float]:
+def run(given: argparse.Namespace, padded: bool) -> Run:
     """The loss of each step, in nats for each character."""
     torch.manual_seed(0)
     found, symbols = speeches()
     model = Model(symbols, given.width, given.layers).to(given.device, getattr(torch, given.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
-    losses, packed, rows, start = [], 0, 0, time.perf_counter()
-    for step, (text, following, cu) in zip(range(given.steps), batches(found, given.room), strict=False):
+    packed = rows = 0
+
+    def loss_of(text: Tensor, following: Tensor, cu: Tensor) -> Tensor:
+        nonlocal packed, rows
         longest = int(cu.diff().max())
         packed, rows = packed + len(text), rows + longest * (len(cu) - 1)
-        out = model(text.to(given.device), cu.to(given.device), longest, padded)
-        loss = F.cross_entropy(out, following.to(given.device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if step % 10 == 0 or step == given.steps - 1:
-            print(f"step {step + 1:4d}: loss {losses[-1]:.4f} of {len(cu) - 1} speeches")
+        return F.cross_entropy(model(text, cu, longest, padded), following)
+
+    name = "padded" if padded else "packed"
+    result = train(name, loss_of, optimizer, islice(batches(found, given.room), given.steps), given.device)
     slopes = ", ".join(f"{x:.4f}" for x in model.layers[0].slopes.tolist())
-    seconds = time.perf_counter() - start
-    print(f"{seconds:.1f} s, {packed} characters, {rows} places if padded; slopes of the first layer: {slopes}")
-    return losses
+    print(f"{name}: {packed} characters, {rows} places if padded; slopes of the first layer: {slopes}")
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--room", type=int, default=4096, help=f"characters of a batch, at most; at least {LONGEST}")
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--against", choices=["padded"], help="also train on padded batches")
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="float64: on a CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    losses = {"packed": train(given, padded=False)}
-    if given.against:
-        losses[given.against] = train(given, padded=True)
-        most = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
-        print(f"losses of packed and {given.against} batches differ by {most:.1e} at most")
-    return losses
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--room", type=int, default=1536, help=f"characters of a batch, at most; at least {LONGEST}")
+    parser.add_argument("--width", type=int, default=144)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    given = parse(parser, arguments, "padded")
+    runs = [run(given, padded) for padded in (False, True)[: 1 if given.against == NONE else 2]]
+    report(runs, given.output, "packed_alibi", "Packed speeches, and padded ones by SDPA", "nats a character")
+    return {found.name: found.losses for found in runs}
 
 
 if __name__ == "__main__":

@@ -1,61 +1,44 @@
-"""A small Pairformer fills in contact maps of chains, of which a quarter is hidden.
+"""A small Pairformer sorts tokens into groups, of which it is shown some pairs.
 
-    python examples/pairformer.py
-    python examples/pairformer.py --against einsum --dtype float64    # attention written out in einsum: the same losses
+    python examples/pairformer.py                    # beside attention written out in einsum
+    python examples/pairformer.py --dtype float64    # equal losses; in float32 rounding grows from step to step
 
 Blocks are triangle attention around the starting and the ending node, attention of tokens with a bias of pairs, and
-transitions; triangle multiplication, which is no attention, is left out. A head on pairs says whether they are in
-contact, one on tokens how many contacts each has, so that both attentions learn.
+transitions; triangle multiplication, which is no attention, is left out. A head on pairs says whether both tokens are
+of one group, one on tokens how many others their group has, so that both attentions learn.
 
-The chains are made up. Each walks on a cubic lattice and never visits a site twice; it goes to a free neighbouring site
-that k earlier tokens touch with a probability proportional to 8 ** k, so that it folds, and starts again where no site
-is free. Two tokens are in contact if their sites are neighbours and they do not follow each other. Only tokens that are
-an odd number of steps apart, three or more, can be; the loss asks for no others. A hidden contact can be guessed from
-those nearby: that is what triangles are for.
+The groups are made up: each token draws one of a few. Three pairs in ten are shown, and the loss asks for the others.
+They follow by triangles: if i and k are of one group, and k and j are, then i and j are; if only one pair is, they are
+not. Guessing that no pair is of one group is right for about two in three.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise.integrations.evoformer import attention_pair_bias, triangle_attention
+from tilewise_tools.demo.example import NONE, Run, parse, report, train
 
-TOKEN, PAIR, HEADS, BLOCKS, REACH = 32, 32, 4, 2, 8
-STEPS = ((1, 0, 0), (-1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1))
-
-
-def chain(length: int, draw: random.Random) -> Tensor:
-    """The contact map (length, length) of a chain."""
-    sites = [(0, 0, 0)]
-    while len(sites) < length:
-        last = sites[-1]
-        free = [site for a, b, c in STEPS if (site := (last[0] + a, last[1] + b, last[2] + c)) not in sites]
-        if not free:
-            sites = sites[:1]
-            continue
-        touched = [sum(sum(abs(a - b) for a, b in zip(x, y, strict=True)) == 1 for y in sites) for x in free]
-        sites.append(draw.choices(free, [8.0**k for k in touched])[0])
-    at = torch.tensor(sites)
-    near = (at[:, None] - at).abs().sum(-1) == 1
-    return near.triu(2) | near.tril(-2)
+TOKEN, PAIR, HEADS, BLOCKS = 32, 32, 4, 2
+GROUPS, SHOWN = (2, 3, 4), 0.3
 
 
 def batch(size: int, longest: int, draw: random.Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Contact maps of chains of several lengths (B, N, N), which pairs are shown, and which tokens are there (B, N)."""
-    contact = torch.zeros(size, longest, longest, dtype=torch.bool)
+    """Pairs of one group (B, N, N), which pairs are shown, and which tokens are there (B, N)."""
+    same = torch.zeros(size, longest, longest, dtype=torch.bool)
     there = torch.zeros(size, longest, dtype=torch.bool)
     for b in range(size):
-        length = draw.randint(3 * longest // 4, longest)
-        contact[b, :length, :length], there[b, :length] = chain(length, draw), True
-    shown = (torch.rand(contact.shape) < 0.75).triu()
-    return contact, shown | shown.mT, there
+        length, count = draw.randint(3 * longest // 4, longest), draw.choice(GROUPS)
+        group = torch.tensor([draw.randrange(count) for _ in range(length)])
+        same[b, :length, :length], there[b, :length] = group[:, None] == group, True
+    shown = (torch.rand(same.shape) < SHOWN).triu()
+    return same, shown | shown.mT, there
 
 
 def einsum_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
@@ -106,79 +89,72 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, einsum: bool) -> None:
+    def __init__(self, longest: int, einsum: bool) -> None:
         super().__init__()
-        self.state, self.distance = nn.Embedding(3, PAIR), nn.Embedding(2 * REACH + 1, PAIR)
-        self.token = nn.Embedding(6, TOKEN)
+        self.state = nn.Embedding(3, PAIR)
+        self.token = nn.Embedding(longest, TOKEN)
         self.blocks = nn.ModuleList(Block(einsum) for _ in range(BLOCKS))
         self.pair_head = nn.Sequential(nn.LayerNorm(PAIR), nn.Linear(PAIR, 1))
-        self.token_head = nn.Sequential(nn.LayerNorm(TOKEN), nn.Linear(TOKEN, 6))
+        self.token_head = nn.Sequential(nn.LayerNorm(TOKEN), nn.Linear(TOKEN, longest))
 
-    def forward(self, contact: Tensor, shown: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of a contact (B, N, N), and of 0 to 5 contacts of a token (B, N, 6)."""
-        place = torch.arange(there.shape[1], device=there.device)
-        distance = (place[:, None] - place).clamp(-REACH, REACH) + REACH
-        z = self.state(torch.where(shown, contact.long(), 2)) + self.distance(distance)
-        s = self.token((contact & shown).sum(-1))
+    def forward(self, same: Tensor, shown: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of a pair of one group (B, N, N), and of 0 to N - 1 others in a token's group (B, N, N)."""
+        apart = ~torch.eye(there.shape[1], dtype=torch.bool, device=there.device)
+        z = self.state(torch.where(shown, same.long(), 2))
+        s = self.token((same & shown & apart).sum(-1))
         for block in self.blocks:
             s, z = block(s, z, there)
         z = self.pair_head(z)[..., 0]
         return z + z.mT, self.token_head(s)
 
 
-def train(given: argparse.Namespace, einsum: bool) -> list[float]:
+def run(given: argparse.Namespace, einsum: bool) -> Run:
     """The loss of each step: in nats for each hidden pair, and for each token."""
     torch.manual_seed(0)
     draw = random.Random(0)
-    model = Model(einsum).to(given.device, getattr(torch, given.dtype))
+    model = Model(given.tokens, einsum).to(given.device, getattr(torch, given.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
-    if given.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    place = torch.arange(given.tokens, device=given.device)
-    apart = (place[:, None] - place).abs()
-    losses, seconds = [], 0.0
-    for step in range(given.steps + 1):
-        contact, shown, there = (x.to(given.device) for x in batch(given.batch, given.tokens, draw))
-        start = time.perf_counter()
-        pairs, counts = model(contact, shown, there)
-        asked = ~shown & there[:, None] & there[:, :, None] & (apart % 2 == 1) & (apart > 1)
-        wanted, logits = contact[asked], pairs[asked]
-        if step == given.steps:  # of chains that were not learned from
-            best = logits.topk(int(wanted.sum())).indices
-            break
-        loss = F.binary_cross_entropy_with_logits(logits, wanted.to(logits))
-        loss = loss + F.cross_entropy(counts[there], contact.sum(-1)[there])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        seconds += time.perf_counter() - start
-        if step % 10 == 0 or step == given.steps - 1:
-            print(f"step {step + 1:4d}: loss {losses[-1]:.4f}")
-    way = "einsum" if einsum else "tilewise"
-    memory = f", {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB at most" if given.device == "cuda" else ""
-    right, share = (x.float().mean().item() for x in (wanted[best], wanted))
-    print(f"{way}: {seconds:.1f} s{memory}; new chains: {share:.0%} of the hidden pairs are contacts, and {right:.0%} "
-          "of as many that the model finds most likely")  # fmt: skip
-    return losses
+
+    def batches(count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for _ in range(count):
+            yield batch(given.batch, given.tokens, draw)
+
+    def hidden(same: Tensor, shown: Tensor, there: Tensor) -> Tensor:
+        apart = ~torch.eye(there.shape[1], dtype=torch.bool, device=there.device)
+        return ~shown & there[:, None] & there[:, :, None] & apart
+
+    def loss_of(same: Tensor, shown: Tensor, there: Tensor) -> Tensor:
+        pairs, counts = model(same, shown, there)
+        asked = hidden(same, shown, there)
+        loss = F.binary_cross_entropy_with_logits(pairs[asked], same[asked].to(pairs))
+        return loss + F.cross_entropy(counts[there], same.sum(-1)[there] - 1)
+
+    name = "einsum" if einsum else "tilewise"
+    found = train(name, loss_of, optimizer, batches(given.steps), given.device)
+    right, guessed = [], []
+    with torch.no_grad():
+        for new in batches(4):  # not learned from
+            same, shown, there = (x.to(given.device) for x in new)
+            asked = hidden(same, shown, there)
+            right.append(((model(same, shown, there)[0] > 0) == same)[asked])
+            guessed.append(~same[asked])
+    share, base = (torch.cat(x).float().mean().item() for x in (right, guessed))
+    print(f"{name}: new groups: {share:.1%} of the hidden pairs are right, {base:.1%} by saying no to all")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=24, help="of a chain, at most; the shortest have three quarters")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=16, help="at most; the fewest are three quarters")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--against", choices=["einsum"], help="also train with attention written out in einsum")
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="float64: on a CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    losses = {"tilewise": train(given, einsum=False)}
-    if given.against:
-        losses[given.against] = train(given, einsum=True)
-        most = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
-        print(f"losses of tilewise and {given.against} differ by {most:.1e} at most")
-    return losses
+    parser.add_argument("--lr", type=float, default=3e-3)
+    given = parse(parser, arguments, "einsum")
+    runs = [run(given, einsum) for einsum in (False, True)[: 1 if given.against == NONE else 2]]
+    report(
+        runs, given.output, "pairformer", "A small Pairformer sorts tokens into groups", "nats a pair + nats a token"
+    )
+    return {found.name: found.losses for found in runs}
 
 
 if __name__ == "__main__":

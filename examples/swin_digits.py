@@ -1,9 +1,9 @@
 """A small Swin transformer on scikit-learn's handwritten digits, with a learned bias of places in the window.
 
-    python examples/swin_digits.py                    # 8 x 8 pixels in windows of 4 x 4; needs scikit-learn
-    python examples/swin_digits.py --against sdpa     # bias and mask added up for PyTorch's function: the same losses
-    python examples/swin_digits.py --against sdpa --dtype float64    # in float32 rounding grows from step to step
+    python examples/swin_digits.py                    # beside PyTorch's function, with bias and mask added up for it
+    python examples/swin_digits.py --dtype float64    # equal losses; in float32 rounding grows from step to step
 
+8 x 8 pixels in windows of 4 x 4; needs scikit-learn.
 Every second layer shifts the windows by half, and a mask keeps apart what only the shift has brought together.
 `tilewise.bias.swin_bias` makes the bias of a window from a table of offsets; `tilewise.attention` takes windows as one
 more leading dimension, along which the bias is shared and the mask is not.
@@ -12,7 +12,6 @@ more leading dimension, along which the bias is shared and the mask is not.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 import tilewise
 from tilewise.bias import swin_bias
+from tilewise_tools.demo.example import NONE, Run, parse, report, train
 
 SIDE, WINDOW, WIDTH, HEADS, LAYERS = 8, 4, 32, 2, 4
 
@@ -81,7 +81,7 @@ class Model(nn.Module):
         return self.head(merged.flatten(1))
 
 
-def train(given: argparse.Namespace, sdpa: bool) -> list[float]:
+def run(given: argparse.Namespace, sdpa: bool) -> Run:
     """The loss of each step."""
     torch.manual_seed(0)
     digits = load_digits()
@@ -92,40 +92,31 @@ def train(given: argparse.Namespace, sdpa: bool) -> list[float]:
     learned, kept = order[:-360], order[-360:]  # a fifth is not learned from
     model = Model(sdpa).to(**like)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
-    losses, start = [], time.perf_counter()
-    for step in range(given.steps):
-        some = learned[torch.randint(len(learned), (given.batch,)).to(given.device)]
-        loss = F.cross_entropy(model(images[some]), labels[some])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if step % 20 == 0 or step == given.steps - 1:
-            print(f"step {step + 1:4d}: loss {losses[-1]:.4f}")
-    seconds = time.perf_counter() - start
+    draws = ((torch.randint(len(learned), (given.batch,)),) for _ in range(given.steps))
+
+    def loss_of(drawn: Tensor) -> Tensor:
+        some = learned[drawn]
+        return F.cross_entropy(model(images[some]), labels[some])
+
+    name = "sdpa" if sdpa else "tilewise"
+    found = train(name, loss_of, optimizer, draws, given.device)
     with torch.no_grad():
         right = (model(images[kept]).argmax(-1) == labels[kept]).float().mean().item()
-    print(f"{'sdpa' if sdpa else 'tilewise'}: {seconds:.1f} s; of {len(kept)} other digits {right:.1%} are right")
+    print(f"{name}: of {len(kept)} other digits {right:.1%} are right")
     row = model.layers[0].table[:, 0].view(2 * WINDOW - 1, -1)[WINDOW - 1].tolist()
     print("bias of the first head for keys in the query's row, from left to right:", *(f"{x:.2f}" for x in row))
-    return losses
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--against", choices=["sdpa"], help="also train by torch's scaled_dot_product_attention")
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="float64: on a CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    losses = {"tilewise": train(given, sdpa=False)}
-    if given.against:
-        losses[given.against] = train(given, sdpa=True)
-        most = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
-        print(f"losses of tilewise and {given.against} differ by {most:.1e} at most")
-    return losses
+    given = parse(parser, arguments, "sdpa")
+    runs = [run(given, sdpa) for sdpa in (False, True)[: 1 if given.against == NONE else 2]]
+    report(runs, given.output, "swin_digits", "A small Swin on handwritten digits")
+    return {found.name: found.losses for found in runs}
 
 
 if __name__ == "__main__":

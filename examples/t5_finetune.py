@@ -1,8 +1,7 @@
 """Fine-tuning T5 on a play by T5's own task: stretches of the text are cut out, and the decoder says what they were.
 
-    python examples/t5_finetune.py                              # a small T5 with random weights
-    python examples/t5_finetune.py --model google/byt5-small    # a pretrained one of bytes, where it can be loaded
-    python examples/t5_finetune.py --against eager              # transformers' own attention: the same losses
+    python examples/t5_finetune.py                              # beside transformers' own attention: equal losses
+    python examples/t5_finetune.py --model google/byt5-small    # a pretrained T5 of bytes, where it can be loaded
 
 `use_bias_terms` has the model hand over its table of distance buckets (`tilewise.bias.t5_bias`), so that no bias of
 queries and keys is made, and the table gets its gradient. Tokens are bytes, as ByT5 numbers them.
@@ -11,15 +10,16 @@ queries and keys is made, and the table gets its gradient. Tokens are bytes, as 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from itertools import islice
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from tilewise.integrations.transformers import use_bias_terms
+from tilewise_tools.demo.example import NONE, Run, parse, report, train
 
 SPECIAL = 3  # ids below are padding, the end and unknown; byte b is SPECIAL + b
 LAST_SENTINEL = 258  # the first stretch that is cut out, and downwards: ByT5's
@@ -54,7 +54,7 @@ def table_of(model: PreTrainedModel) -> Tensor:
     return model.get_encoder().block[0].layer[0].SelfAttention.relative_attention_bias.weight
 
 
-def train(given: argparse.Namespace, ours: bool) -> list[float]:
+def run(given: argparse.Namespace, ours: bool) -> Run:
     """The loss of each step, in nats for each byte."""
     torch.manual_seed(0)
     model = T5ForConditionalGeneration.from_pretrained(given.model, dropout_rate=0.0) if given.model else new_model()
@@ -65,37 +65,28 @@ def train(given: argparse.Namespace, ours: bool) -> list[float]:
     model.to(given.device).train()
     before = table_of(model).detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
-    losses, start = [], time.perf_counter()
-    for step, (text, labels) in zip(range(given.steps), batches(given.length, given.batch), strict=False):
-        loss = model(input_ids=text.to(given.device), labels=labels.to(given.device)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if step % 10 == 0 or step == given.steps - 1:
-            print(f"step {step + 1:4d}: loss {losses[-1]:.4f}")
+
+    def loss_of(text: Tensor, labels: Tensor) -> Tensor:
+        return model(input_ids=text, labels=labels).loss
+
+    name = "tilewise" if ours else "eager"
+    found = train(name, loss_of, optimizer, islice(batches(given.length, given.batch), given.steps), given.device)
     moved = (table_of(model) - before).abs().max().item()
-    print(f"{model.config._attn_implementation}: {time.perf_counter() - start:.1f} s; the encoder's table of buckets "
-          f"moved by up to {moved:.4f}")  # fmt: skip
-    return losses
+    print(f"{name}: the encoder's table of buckets moved by up to {moved:.4f}")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--length", type=int, default=256, help=f"bytes of a sequence, of which {SPANS * SPAN} are cut")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--model", help="a T5 of bytes to begin with; default: a small one with random weights")
-    parser.add_argument("--against", choices=["eager"], help="also train by transformers' own attention")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    losses = {"tilewise": train(given, ours=True)}
-    if given.against:
-        losses[given.against] = train(given, ours=False)
-        most = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
-        print(f"losses of tilewise and {given.against} differ by {most:.1e} at most")
-    return losses
+    given = parse(parser, arguments, "eager", dtypes=False)
+    runs = [run(given, ours) for ours in (True, False)[: 1 if given.against == NONE else 2]]
+    report(runs, given.output, "t5_finetune", "T5 fills in what was cut out", "nats a byte")
+    return {found.name: found.losses for found in runs}
 
 
 if __name__ == "__main__":

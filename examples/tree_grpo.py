@@ -1,19 +1,19 @@
 """GRPO on prefix trees: each prompt is computed once for all of its responses.
 
-    python examples/tree_grpo.py
-    python examples/tree_grpo.py --against sequences --dtype float64    # and on one sequence for each response
+    python examples/tree_grpo.py    # each update also on one sequence for each response: equal gradients
 
 A model of characters continues speeches; its reward is the share of vowels. All prompts of a step and their responses
 are one row: `tilewise.TileMask.tree` keeps the responses apart, and `tilewise.tree_positions` has the positions for the
 rotary embedding, and for each token the one whose logits predict it: for the first token of every response the last one
-of the prompt. With `--against` the log-probs and gradients of each update are also computed on copies of the prompt.
+of the prompt. Beside it, log-probs and gradients of each update are computed by PyTorch's function on a copy of the
+prompt for each response.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import tilewise
 from tilewise import TileMask
+from tilewise_tools.demo.example import NONE, Run, draw, parse, table
 
 WIDTH, HEADS, LAYERS, CLIP, EPOCHS = 32, 2, 2, 0.2, 2
 
@@ -50,7 +51,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, mask: TileMask | None) -> Tensor:
         q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         q, k = rotated(q, positions), rotated(k, positions)
-        o = tilewise.attention(q, k, v, mask=mask, causal=True)
+        if mask is None:
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            o = tilewise.attention(q, k, v, mask=mask, causal=True)
         x = x + self.out(o.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.between(x))))
 
@@ -117,7 +121,7 @@ def largest_apart(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 
 
 def train(given: argparse.Namespace) -> dict[str, list[float]]:
-    """The mean reward of each step, and how far each update is from that of sequences."""
+    """The mean reward of each step, and how far each update is from that of sequences; with time and memory."""
     torch.manual_seed(0)
     text = files("tilewise_tools.demo").joinpath("data/as_you_like_it.txt").read_text(encoding="ascii")
     symbols = sorted(set(text))
@@ -126,9 +130,17 @@ def train(given: argparse.Namespace) -> dict[str, list[float]]:
     vowels = torch.tensor([x in "aeiouAEIOU" for x in symbols], dtype=torch.float64, device=given.device)
     model = Model(len(symbols)).to(given.device, getattr(torch, given.dtype))
     optimizer = torch.optim.Adam(model.parameters(), lr=given.lr)
+
+    def update(log_probs_of: Callable[..., Tensor], groups: list[Group], old: Tensor, advantages: Tensor) -> Tensor:
+        log_probs = log_probs_of(model, groups)
+        grpo(log_probs, old, advantages).backward()
+        return log_probs.detach()
+
     rewards: list[float] = []
     apart: list[float] = []
-    start = time.perf_counter()
+    ways = [(Run("tree"), on_tree)]
+    if given.against != NONE:
+        ways.insert(0, (Run("sequences"), on_sequences))  # the optimizer takes the gradients of the last one
     for step in range(given.steps):
         groups = []
         for i in torch.randint(len(speeches), (given.prompts,)).tolist():
@@ -143,13 +155,16 @@ def train(given: argparse.Namespace) -> dict[str, list[float]]:
             old = on_tree(model, groups)
         for _ in range(EPOCHS):
             found = []
-            for log_probs_of in (on_sequences, on_tree) if given.against else (on_tree,):
-                log_probs = log_probs_of(model, groups)
+            for way, log_probs_of in ways:
                 optimizer.zero_grad()
-                grpo(log_probs, old, advantages).backward()
-                found.append([log_probs, *(x.grad for x in model.parameters())])
+                found.append(
+                    [
+                        way.measure(partial(update, log_probs_of, groups, old, advantages), given.device),
+                        *(x.grad for x in model.parameters()),
+                    ]
+                )
             optimizer.step()
-            if given.against:
+            if len(found) > 1:
                 apart.append(largest_apart(*found))
         rewards.append(scores.mean().item())
         if step % 10 == 0 or step == given.steps - 1:
@@ -157,9 +172,12 @@ def train(given: argparse.Namespace) -> dict[str, list[float]]:
             answers = int(lengths.sum())
             print(
                 f"step {step + 1:4d}: {rewards[-1]:5.1%} vowels; {prompts + answers} tokens in the tree, "
-                f"{given.responses * prompts + answers} in sequences"
+                f"{given.responses * prompts + answers} in sequences",
+                flush=True,
             )
-    print(f"{time.perf_counter() - start:.1f} s")
+    runs = [way for way, _ in reversed(ways)]
+    table(runs)
+    draw(given.output / "tree_grpo.png", "GRPO on prefix trees", {"vowels": rewards}, "share of vowels", runs)
     return {"rewards": rewards, "apart": apart}
 
 
@@ -171,12 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser.add_argument("--longest", type=int, default=100, help="characters of a prompt, at most")
     parser.add_argument("--length", type=int, default=12, help="characters of a response, at most")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--against", choices=["sequences"], help="also compute on one sequence for each response")
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="float64: on a CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
+    given = parse(parser, arguments, "sequences")
     found = train(given)
-    if given.against:
+    if found["apart"]:
         print(f"log-probs and gradients of the tree and of sequences differ by {max(found['apart']):.1e} at most")
     return found
 

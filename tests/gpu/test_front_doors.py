@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -228,7 +229,8 @@ def ran(monkeypatch, name, arguments):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)  # torch's compiler looks it up there
     spec.loader.exec_module(module)
-    return module.main([*arguments.split(), "--device", DEVICE])
+    with tempfile.TemporaryDirectory() as folder:
+        return module.main([*arguments.split(), "--device", DEVICE, "--output", folder])
 
 
 @pytest.mark.parametrize(("name", "needs", "arguments"), [
@@ -255,8 +257,8 @@ def test_from_flex(monkeypatch):
     assert {"output", "gradient of table", "gradient of slopes"} <= apart.keys()
 
 
-def test_long_context():
+def test_long_context(tmp_path):
     """By itself: a process group of one rank."""
     script = EXAMPLES / "long_context.py"
-    done = python(script, "--steps", "3", "--length", "512", timeout=600)
+    done = python(script, "--steps", "3", "--length", "512", "--output", tmp_path, timeout=600)
     assert f"bits a byte on 1 of {DEVICE}" in done.stdout

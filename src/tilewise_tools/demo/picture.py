@@ -143,7 +143,7 @@ def _draw_memory(figure: Figure, cell: SubplotSpec, result: MemoryResult) -> Non
                 color=FAINT,
             )
     upper.set_ylabel(f"working memory, {unit}", fontsize=9, color=FAINT)
-    lower.set_ylabel("fastest round, ms", fontsize=9, color=FAINT)
+    lower.set_ylabel("time, ms", fontsize=9, color=FAINT)
     lower.set_xlabel("sequence length", fontsize=9, color=FAINT)
     lower.legend(loc="upper left", fontsize=9, frameon=False, labelcolor=INK)
     for axes in (upper, lower):
