@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import tilewise
 from tilewise import TileMask
 from tilewise.bias import Alibi, RelativeBias, alibi, alibi_slopes
-from tilewise_tools.demo.example import Run, draw_apart, parse, table
+from tilewise_tools.demo.example import Trial, draw_apart, parse, table
 
 WIDTH, HEADS, REACH, CAP = 64, 4, 16, 20.0
 
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         print(f"  {name}: {difference:.1e}")
     assert max(apart.values()) < most, f"FlexAttention and tilewise differ by more than {most}"
     print(tilewise.explain(*parts, bias=layer.bias(), mask=block_mask, softcap=CAP))
-    runs = [Run("tilewise"), Run("flex")]
+    runs = [Trial("tilewise"), Trial("flex")]
     detached = [y.detach() for y in parts]
     with torch.no_grad():
         for _ in range(8):

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tilewise.bias import RelativeBias
 from tilewise.distributed import context_parallel_attention, shard
-from tilewise_tools.demo.example import NONE, Run, parse, report
+from tilewise_tools.demo.example import NONE, Trial, parse, report
 
 HEADS, WIDTH, LAYERS, REACH = 4, 64, 2, 64
 SPLIT = "head_tail"
@@ -76,11 +76,11 @@ def sequences(length: int) -> Iterator[Tensor]:
         yield text[None, start : start + length + 1]
 
 
-def run(mesh: DeviceMesh | None, length: int, steps: int, device: str = "cpu") -> Run:
+def run(mesh: DeviceMesh | None, length: int, steps: int, device: str = "cpu") -> Trial:
     """The loss of each step, in bits for each byte, the same on every rank; without a mesh by PyTorch on this one."""
     torch.manual_seed(0)  # every rank draws the same parameters
     name = "sdpa" if mesh is None else "tilewise"
-    model, found = Model().to(device), Run(name)
+    model, found = Model().to(device), Trial(name)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     for text in islice(sequences(length), steps):
         parts = [x.to(device) for x in (text[:, :-1], text[:, 1:])]

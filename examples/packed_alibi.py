@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import tilewise
 from tilewise.bias import alibi, alibi_slopes
-from tilewise_tools.demo.example import NONE, Run, parse, report, train
+from tilewise_tools.demo.example import NONE, Trial, parse, report, train
 
 HEADS = 6
 LONGEST = 256  # characters of a speech that count
@@ -88,7 +88,7 @@ def batches(found: list[Tensor], room: int) -> Iterator[tuple[Tensor, Tensor, Te
             chosen.append(found[i])
 
 
-def run(given: argparse.Namespace, padded: bool) -> Run:
+def run(given: argparse.Namespace, padded: bool) -> Trial:
     """The loss of each step, in nats for each character."""
     torch.manual_seed(0)
     found, symbols = speeches()
@@ -111,8 +111,8 @@ def run(given: argparse.Namespace, padded: bool) -> Run:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--room", type=int, default=1536, help=f"characters of a batch, at most; at least {LONGEST}")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--room", type=int, default=1024, help=f"characters of a batch, at most; at least {LONGEST}")
     parser.add_argument("--width", type=int, default=144)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=2e-3)

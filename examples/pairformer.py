@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise.integrations.evoformer import attention_pair_bias, triangle_attention
-from tilewise_tools.demo.example import NONE, Run, parse, report, train
+from tilewise_tools.demo.example import NONE, Trial, parse, report, train
 
 TOKEN, PAIR, HEADS, BLOCKS = 32, 32, 4, 2
 GROUPS, SHOWN = (2, 3, 4), 0.3
@@ -108,7 +108,7 @@ class Model(nn.Module):
         return z + z.mT, self.token_head(s)
 
 
-def run(given: argparse.Namespace, einsum: bool) -> Run:
+def run(given: argparse.Namespace, einsum: bool) -> Trial:
     """The loss of each step: in nats for each hidden pair, and for each token."""
     torch.manual_seed(0)
     draw = random.Random(0)

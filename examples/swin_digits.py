@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import tilewise
 from tilewise.bias import swin_bias
-from tilewise_tools.demo.example import NONE, Run, parse, report, train
+from tilewise_tools.demo.example import NONE, Trial, parse, report, train
 
 SIDE, WINDOW, WIDTH, HEADS, LAYERS = 8, 4, 32, 2, 4
 
@@ -81,7 +81,7 @@ class Model(nn.Module):
         return self.head(merged.flatten(1))
 
 
-def run(given: argparse.Namespace, sdpa: bool) -> Run:
+def run(given: argparse.Namespace, sdpa: bool) -> Trial:
     """The loss of each step."""
     torch.manual_seed(0)
     digits = load_digits()

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from tilewise.integrations.transformers import use_bias_terms
-from tilewise_tools.demo.example import NONE, Run, parse, report, train
+from tilewise_tools.demo.example import NONE, Trial, parse, report, train
 
 SPECIAL = 3  # ids below are padding, the end and unknown; byte b is SPECIAL + b
 LAST_SENTINEL = 258  # the first stretch that is cut out, and downwards: ByT5's
@@ -54,7 +54,7 @@ def table_of(model: PreTrainedModel) -> Tensor:
     return model.get_encoder().block[0].layer[0].SelfAttention.relative_attention_bias.weight
 
 
-def run(given: argparse.Namespace, ours: bool) -> Run:
+def run(given: argparse.Namespace, ours: bool) -> Trial:
     """The loss of each step, in nats for each byte."""
     torch.manual_seed(0)
     model = T5ForConditionalGeneration.from_pretrained(given.model, dropout_rate=0.0) if given.model else new_model()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import tilewise
 from tilewise import TileMask
-from tilewise_tools.demo.example import NONE, Run, draw, parse, table
+from tilewise_tools.demo.example import NONE, Trial, draw, parse, table
 
 WIDTH, HEADS, LAYERS, CLIP, EPOCHS = 32, 2, 2, 0.2, 2
 
@@ -138,9 +138,9 @@ def train(given: argparse.Namespace) -> dict[str, list[float]]:
 
     rewards: list[float] = []
     apart: list[float] = []
-    ways = [(Run("tree"), on_tree)]
+    ways = [(Trial("tree"), on_tree)]
     if given.against != NONE:
-        ways.insert(0, (Run("sequences"), on_sequences))  # the optimizer takes the gradients of the last one
+        ways.insert(0, (Trial("sequences"), on_sequences))  # the optimizer takes the gradients of the last one
     for step in range(given.steps):
         groups = []
         for i in torch.randint(len(speeches), (given.prompts,)).tolist():

@@ -102,7 +102,7 @@ def test_long_context(run, monkeypatch):
 def test_nothing_beside_tilewise(monkeypatch, capsys, tmp_path):
     """By ``--against none``, on its own; without matplotlib it says so."""
     monkeypatch.setattr(example, "find_spec", lambda name: None)
-    example.report([example.Run("tilewise", [1.0], [0.5, 0.25, 0.75], 3 << 20)], tmp_path, "x", "a title")
+    example.report([example.Trial("tilewise", [1.0], [0.5, 0.25, 0.75], 3 << 20)], tmp_path, "x", "a title")
     assert capsys.readouterr().out == "tilewise  a step: 500.0 ms, 3.0 MiB\nno picture: x.png needs matplotlib\n"
     assert not list(tmp_path.iterdir())
 

@@ -29,7 +29,7 @@ PANELS, DPI = (8.6, 3.6), 110  # inches, dots an inch
 
 
 @dataclass
-class Run:
+class Trial:
     """One way of computing: the loss of each step, the seconds of each step, and the memory of one.
 
     Attributes:
@@ -45,9 +45,15 @@ class Run:
 
     def measure(self, step: Callable[[], Tensor], device: torch.device | str) -> Tensor:
         """Return ``step()``; the second call's memory is measured, the time of every other one."""
-        place, found = torch.device(device), []
+        place = torch.device(device)
         if len(self.seconds) == 1 and self.memory is None:
-            self.memory = working_bytes(lambda: (found.append(step()) or found[0],), place)
+            found: list[Tensor] = []
+
+            def kept() -> tuple[Tensor]:
+                found.append(step())
+                return (found[0],)
+
+            self.memory = working_bytes(kept, place)
             return found[0]
         synchronize(place)
         start = time.perf_counter()
@@ -89,14 +95,14 @@ def train(
     *,
     every: int = 20,
     reduce: Callable[[], None] = lambda: None,
-) -> Run:
+) -> Trial:
     """Train on ``batches``, printing the loss of every ``every``-th step.
 
     Args:
         loss_of: called with the tensors of each batch, on ``device``; returns the loss.
         reduce: called between the backward and the optimizer's step.
     """
-    run = Run(name)
+    run = Trial(name)
     for step, batch in enumerate(batches):
         placed = [x.to(device) for x in batch]
         optimizer.zero_grad(set_to_none=True)
@@ -116,12 +122,12 @@ def train(
     return run
 
 
-def losses_apart(runs: Sequence[Run]) -> float:
+def losses_apart(runs: Sequence[Trial]) -> float:
     """Return the largest difference between the first run's losses and another's."""
     return max(abs(a - b) for run in runs[1:] for a, b in zip(runs[0].losses, run.losses, strict=True))
 
 
-def report(runs: Sequence[Run], output: Path, name: str, title: str, ylabel: str = "loss") -> None:
+def report(runs: Sequence[Trial], output: Path, name: str, title: str, ylabel: str = "loss") -> None:
     """Print time and memory of a step of each run, how far the losses are apart, and draw the picture."""
     table(runs)
     if len(runs) > 1:
@@ -129,14 +135,14 @@ def report(runs: Sequence[Run], output: Path, name: str, title: str, ylabel: str
     draw(output / f"{name}.png", title, {run.name: run.losses for run in runs}, ylabel, runs)
 
 
-def table(runs: Sequence[Run]) -> None:
+def table(runs: Sequence[Trial]) -> None:
     width = max(len(run.name) for run in runs)
     for run in runs:
         memory = "" if run.memory is None else f", {run.memory / 2**20:.1f} MiB"
         print(f"{run.name:{width}}  a step: {1e3 * run.step_seconds:.1f} ms{memory}")
 
 
-def draw(path: Path, title: str, curves: dict[str, Sequence[float]], ylabel: str, runs: Sequence[Run]) -> None:
+def draw(path: Path, title: str, curves: dict[str, Sequence[float]], ylabel: str, runs: Sequence[Trial]) -> None:
     """Write a PNG: on the left ``curves`` by steps, on the right time and memory of a step, if matplotlib is there."""
 
     def left(axes: Axes) -> None:
@@ -150,7 +156,7 @@ def draw(path: Path, title: str, curves: dict[str, Sequence[float]], ylabel: str
     _figure(path, title, runs, left)
 
 
-def draw_apart(path: Path, title: str, apart: dict[str, float], most: float, runs: Sequence[Run]) -> None:
+def draw_apart(path: Path, title: str, apart: dict[str, float], most: float, runs: Sequence[Trial]) -> None:
     """Write a PNG as `draw` does, on the left with differences and the largest one allowed."""
 
     def left(axes: Axes) -> None:
@@ -162,7 +168,7 @@ def draw_apart(path: Path, title: str, apart: dict[str, float], most: float, run
     _figure(path, title, runs, left)
 
 
-def _figure(path: Path, title: str, runs: Sequence[Run], left: Callable[[Axes], None]) -> None:
+def _figure(path: Path, title: str, runs: Sequence[Trial], left: Callable[[Axes], None]) -> None:
     if find_spec("matplotlib") is None:
         print(f"no picture: {path.name} needs matplotlib")
         return
