@@ -183,7 +183,7 @@ def train(given: argparse.Namespace) -> dict[str, list[float]]:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a step")
     parser.add_argument("--responses", type=int, default=8, help="responses to a prompt")
     parser.add_argument("--longest", type=int, default=100, help="characters of a prompt, at most")
