@@ -36,9 +36,11 @@ def right(case: Case, prepare) -> bool:
 
 def test_a_sink_is_tilewises_alone():
     case = replace(FULL, sink=True)
-    assert [p.name for p in providers.providers(CPU) if p.operator == case.operator and not p.declines(case)] == [
-        "tilewise-cpu"
-    ]
+    assert [
+        p.name
+        for p in providers.providers(CPU)
+        if p.operator == case.operator and p.applies(case) and not p.declines(case)
+    ] == ["tilewise-cpu"]
     assert right(case, next(p.prepare for p in providers.providers(CPU) if p.name == "tilewise-cpu"))
 
 
@@ -58,7 +60,9 @@ def test_who_has_dropout():
 def test_a_term_is_tilewises_and_flexs(name):
     """The others would need its matrix."""
     case = replace(FULL, term=name)
-    takes = [p for p in providers.providers(CPU) if p.operator == case.operator and not p.declines(case)]
+    takes = [
+        p for p in providers.providers(CPU) if p.operator == case.operator and p.applies(case) and not p.declines(case)
+    ]
     assert [p.name for p in takes] == ["tilewise-cpu", "flex"]
     assert right(case, takes[0].prepare)
 
