@@ -24,7 +24,7 @@ import plain_text
 ROOT = Path(__file__).parents[1]
 ASSETS = ("style.css", "iframe-worker.js")
 # Pages that the search leaves out or puts last: sources, README, which repeats other pages, and what few look for.
-SEARCH = {"overview.md": {"exclude": True}, "changelog.md": {"boost": 0.3}, "results.md": {"boost": 0.3}}
+SEARCH = {"overview.md": {"exclude": True}, "changelog.md": {"boost": 0.3}}
 EXAMPLES = "examples/README.md"
 PAGES = {
     "README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",

@@ -95,7 +95,7 @@ def test_what_readme_says_in_words_is_in_the_results():
 def test_documents_hold_what_their_results_say():
     """Each results file of this schema has its place in the document of results, and what stands there is made from it,
     with all of its pictures or, of an older run, with none and only the first table."""
-    document = REPOSITORY / "docs" / "results.md"
+    document = REPOSITORY / "docs" / "notebook" / "results.md"
     text = document.read_text(encoding="utf-8")
     names = set()
     for file in sorted((REPOSITORY / "benchmarks" / "results").glob("*.json")):
