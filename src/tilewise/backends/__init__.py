@@ -46,7 +46,7 @@ def _is_found(find_spec: Callable[[str], object]) -> bool:
     return find_spec("triton") is not None
 
 
-def declines_gpu(capability: tuple[int, int] | None) -> str | None:
+def declines_gpu(capability: tuple[int, int] | None, name: str = "this GPU") -> str | None:
     """Return why no kernel runs on a GPU of this compute capability; None if one may, or if there is no GPU.
 
     PyTorch for ROCm gives AMD's GPUs capabilities, too, which mean something else.
@@ -56,7 +56,7 @@ def declines_gpu(capability: tuple[int, int] | None) -> str | None:
     if torch.version.hip is not None:
         return "needs an NVIDIA GPU, this PyTorch is built for ROCm"
     if capability < (8, 0):
-        return f"needs compute capability 8.0 or later, this GPU has {'.'.join(map(str, capability))}"
+        return f"needs compute capability 8.0 or later, {name} has {'.'.join(map(str, capability))}"
     return None
 
 

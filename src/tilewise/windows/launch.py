@@ -49,7 +49,8 @@ def _is_wide(x: Tensor | None) -> bool:
 
 def _check_device(q: Tensor) -> None:
     if q.is_cuda:
-        reason = declines_gpu(torch.cuda.get_device_capability(q.device))
+        device = torch.cuda.get_device_properties(q.device)
+        reason = declines_gpu((device.major, device.minor), device.name)
         if reason is not None:
             raise ValueError(f"q: {reason}")
 

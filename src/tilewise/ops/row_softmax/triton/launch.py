@@ -49,7 +49,7 @@ def _processors(x: Tensor) -> int:
     if not x.is_cuda:
         return 0
     device = torch.cuda.get_device_properties(x.device)
-    reason = declines_gpu((device.major, device.minor))
+    reason = declines_gpu((device.major, device.minor), device.name)
     if reason is not None:
         raise ValueError(f"x: {reason}")
     return device.multi_processor_count
