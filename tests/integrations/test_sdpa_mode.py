@@ -278,7 +278,7 @@ def test_devices_without_a_backend():
 
 
 @pytest.mark.parametrize(("capability", "reason"), [
-    ((7, 5), "the GPU has a compute capability below 8.0"), ((8, 0), None), ((12, 0), None)
+    ((7, 5), "needs compute capability 8.0 or later, this GPU has 7.5"), ((8, 0), None), ((12, 0), None)
 ])  # fmt: skip
 def test_old_gpus(capability, reason, monkeypatch):
     from tilewise.integrations import sdpa_calls
@@ -293,6 +293,8 @@ def test_old_gpus(capability, reason, monkeypatch):
     assert sdpa_calls._of_device(OnGpu(), None) == reason
     assert sdpa_calls._of_device(Precise(), None) == "float64 on a GPU"
     assert sdpa_calls._of_device(OnGpu(), Precise()) == "float64 on a GPU"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert sdpa_calls._of_device(OnGpu(), None) == "needs an NVIDIA GPU, this PyTorch is built for ROCm"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

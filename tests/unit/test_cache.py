@@ -23,6 +23,7 @@ from tilewise.bias import t5_bias
 from tilewise.cache import CallCache, calls, prepared_once
 from tilewise.integrations.evoformer import attention_pair_bias, triangle_attention
 from tilewise.operator.dispatch import backward_of, forward_of
+from tilewise.operator.structure import restored_layouts
 from tilewise.spec.score import Band, Score, ScoreNumbers
 
 ELSEWHERE = (type, types.ModuleType, types.FrameType, types.CodeType)  # not what a cached object holds
@@ -358,3 +359,19 @@ def test_a_backward_is_found_by_what_it_reads(monkeypatch, known):
     assert found(inputs._replace(q=q.transpose(1, 2).contiguous().transpose(1, 2))) is not first
     with pytest.raises(TypeError, match=r"^v: dtype must equal q's"):
         found(inputs._replace(v=v.double()))
+
+
+def test_restored_tensors_of_a_gpu_differ_by_device_and_alignment():
+    """A tensor that a hook leaves on the CPU beside others on a GPU is not read there."""
+
+    def on(device, address=64, columns=3):
+        x = torch.empty(2, columns)
+        return types.SimpleNamespace(
+            is_cuda=device >= 0, dtype=x.dtype, stride=x.stride, numel=x.numel, get_device=lambda: device,
+            data_ptr=lambda: address,
+        )  # fmt: skip
+
+    saved = restored_layouts((on(0), on(0)))
+    assert restored_layouts((on(0), on(0, 128))) == saved
+    for other in (on(-1), on(1), on(0, 72), on(0, 64, 4), None):
+        assert restored_layouts((on(0), other)) != saved

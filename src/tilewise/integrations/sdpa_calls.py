@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.backends import declines_gpu
 from tilewise.frontend.jagged import are_jagged
 from tilewise.operator.eager import in_forward_mode
 from tilewise.spec.checks import DTYPES
 from tilewise.spec.tensors import PLAIN, has_function, is_causal_bias, is_dtensor
 
 _DEVICES = ("cpu", "cuda", "meta")
-_OLDEST = (8, 0)  # compute capability, as of tilewise.backends.triton
 
 
 def why_not(
@@ -64,10 +64,7 @@ def _of_device(query: Tensor, attn_mask: Tensor | None) -> str | None:
     if kind == "cuda":
         if torch.float64 in (query.dtype, None if attn_mask is None else attn_mask.dtype):
             return "float64 on a GPU"
-        if torch.version.hip is not None:
-            return "the GPU is not NVIDIA's"
-        if _capability(query.device.index) < _OLDEST:
-            return "the GPU has a compute capability below 8.0"
+        return declines_gpu(_capability(query.device.index))
     return None
 
 

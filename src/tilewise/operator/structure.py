@@ -42,12 +42,15 @@ def layouts(*tensors: Tensor | None) -> tuple[Layout | None, ...]:
 
 
 def restored_layouts(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Return what may differ in the `layouts` of saved tensors and cotangents of one forward, in half the time. Hooks
-    must restore shapes and dtypes, which kernels rely on: numbers of elements and dtypes are part of it."""
+    """Return what may differ in the `layouts` of saved tensors and cotangents of one forward.
+
+    Hooks must restore shapes. A wrong number of elements, dtype or device would let kernels read elsewhere, so these
+    are part of it.
+    """
     first = tensors[0]
     if first is not None and first.is_cuda:
         return tuple([
-            None if x is None else (x.stride(), x.dtype, x.numel(), x.data_ptr() & 15) for x in tensors
+            None if x is None else (x.stride(), x.dtype, x.numel(), x.get_device(), x.data_ptr() & 15) for x in tensors
         ])  # fmt: skip
     return tuple([None if x is None else (x.stride(), x.dtype, x.numel()) for x in tensors])
 
