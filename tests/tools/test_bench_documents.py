@@ -7,8 +7,10 @@ import re
 from itertools import product
 from pathlib import Path
 
+import pytest
+
 from tilewise_tools.bench import report, results
-from tilewise_tools.benchmarks import gains
+from tilewise_tools.benchmarks import figures, gains
 
 REPOSITORY = Path(__file__).parents[2]
 MAKE = f"python -m {gains.__name__}"
@@ -20,6 +22,21 @@ def test_the_first_picture_and_table_are_made_from_a_results_file():
     assert gains.PICTURE.read_text(encoding="utf-8") == gains.picture(found), MAKE
     assert gains.insert(README, gains.table(found)) == README, MAKE
     assert f"]({gains.PICTURE.relative_to(REPOSITORY)})" in README
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_each_picture_of_a_question_is_made_from_its_results_file(name):
+    chart = figures.FIGURES[name]()
+    assert (figures.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == chart.svg(), MAKE
+    assert f"](images/{name}.svg)" in (REPOSITORY / "docs" / "performance.md").read_text(encoding="utf-8")
+    cases = sum(len(labels) for _, labels in chart.groups)
+    assert [len(panel.values) for panel in chart.panels] == [cases] * len(chart.panels)
+
+
+def test_the_tables_of_these_pictures_are_made_from_the_same_numbers():
+    document = figures.TABLES.read_text(encoding="utf-8")
+    assert gains.insert(document, figures.tables()) == document, MAKE
+    assert "| all pairs | 3.38 | – | – | 9.30 | – | – |" in document  # None is a dash
 
 
 BIAS_TERMS = json.loads((REPOSITORY / "benchmarks" / "results" / "h200_bias_terms.json").read_text(encoding="utf-8"))
@@ -53,14 +70,10 @@ def test_what_is_said_of_pair_biases_that_are_called():
     both = [f"{called(f'pair bias D32 S{S}', 'tilewise-hopper', 'cuequivariance'):.1f}" for S in (256, 384, 512, 768)]
     masked = [f"{called(f'triangle_attention D32 S{S}', 'tilewise-entry', 'cuequivariance'):.1f}" for S in (384, 768)]
     backward = [f"{called(f'pair bias D32 S{S}', 'tilewise-hopper', 'flex', ['backward']):.2f}" for S in (256, 384)]
-    page, guide = (
-        " ".join((REPOSITORY / "docs" / name).read_text().split()) for name in ("performance.md", "structure-models.md")
-    )
+    page = " ".join((REPOSITORY / "docs" / "performance.md").read_text().split())
     assert f"takes {', '.join(both)} times as long at S=256, 384, 512, 768" in page
     assert f"beside a mask {', '.join(masked)} at 384, 768" in page
     assert f"the backward, called, is {', '.join(backward)} times as fast as FlexAttention's there" in page
-    assert f"takes {', '.join(both[:3])} and {both[3]} times as long as this at S=256" in guide
-    assert f"with a mask {masked[0]} (the host again) and {masked[1]} times at 384 and 768" in guide
 
 
 def test_what_readme_says_in_words_is_in_the_results():

@@ -1,17 +1,18 @@
 """The cost of a trainable bias: README's picture and table, generated from a results file.
 
-    python -m tilewise_tools.benchmarks.gains     # after a new run: writes docs/images/gains.svg and README.md
+    python -m tilewise_tools.benchmarks.gains     # after a new run: writes pictures of docs/images and README.md
 
 Both show the time of a forward and backward and their working memory at S=4096, compared with `OTHER` in the same run.
-The picture consists of rectangles and text, so that equal results give equal bytes; a test compares it with the file.
+The command also writes the pictures and tables of `figures`. Tests compare all of them with the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from tilewise_tools.bench.results import PASSES, Results, Row, read
+from tilewise_tools.benchmarks import figures
+from tilewise_tools.benchmarks.bars import Chart, Panel
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "benchmarks" / "results" / "h200_slots_bias.json"
@@ -26,11 +27,6 @@ CASES = {
     "bias (B, H, S, S)": "bias BHMN D{} S4096",
 }
 HEAD_DIMS = (128, 64)
-
-INK, FAINT, LINE = "#1f2937", "#6b7280", "#e5e7eb"
-COLOURS = {OURS: "#c2410c", OTHER: "#9fb8d4"}
-WIDTH, LABELS, PANEL, GAP = 720, 140, 220, 80  # px: total, labels of cases, bars of a panel, space for numbers
-TOP, BAR, CASE, GROUP = 86, 12, 36, 22  # px: above the bars, a bar, a case, between head dimensions
 
 
 def row(results: Results, case: str, provider: str) -> Row:
@@ -52,60 +48,25 @@ def mebibytes(row: Row) -> float:
 
 def picture(results: Results) -> str:
     """Return an SVG with two panels of bars."""
-    panels = (("Forward + backward, ms", milliseconds, "{:.1f}"), ("Working memory, MiB", mebibytes, "{:.0f}"))
-    height = TOP + len(HEAD_DIMS) * (len(CASES) * CASE + GROUP) + 4
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'font-family="Helvetica, Arial, sans-serif">',
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        text(
-            12, 24, f"What a trainable bias costs, {results.device['name']}, S = 4096, {dtype(results)}", 15, weight=700
-        ),
-        *legend(),
+    quantities = (("Forward + backward, ms", milliseconds, "{:.1f}"), ("Working memory, MiB", mebibytes, "{:.0f}"))
+    panels = [
+        Panel(
+            f"{title}; shorter is better",
+            form,
+            [[value(row(results, case, provider)) for provider in (OURS, OTHER)] for case in names()],
+        )
+        for title, value, form in quantities
     ]
-    for name, y in places():
-        parts.append(text(LABELS - 8, y + BAR + 5, name, 13, anchor="end"))
-    for group, head_dim in enumerate(HEAD_DIMS):
+    groups = []
+    for head_dim in HEAD_DIMS:
         case = results.case(CASES["no bias"].format(head_dim))
-        y = TOP + group * (len(CASES) * CASE + GROUP) - 8
-        parts.append(text(12, y, f"B = {case.batch}, H = {case.heads}, D = {head_dim}", 13, FAINT))
-    for panel, (title, value, form) in enumerate(panels):
-        x = LABELS + panel * (PANEL + GAP)
-        most = max(value(row(results, case, which)) for case in names() for which in COLOURS)
-        parts.append(text(x, TOP - 30, f"{title}; shorter is better", 13, FAINT))
-        for (_, y), case in zip(places(), names(), strict=True):
-            for i, (provider, colour) in enumerate(COLOURS.items()):
-                found = value(row(results, case, provider))
-                length = max(1.0, PANEL * found / most)
-                parts.append(
-                    f'<rect x="{x}" y="{y + i * (BAR + 2)}" width="{length:.1f}" height="{BAR}" fill="{colour}"/>'
-                )
-                parts.append(text(x + length + 5, y + i * (BAR + 2) + BAR - 2, form.format(found), 12))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        groups.append((f"B = {case.batch}, H = {case.heads}, D = {head_dim}", list(CASES)))
+    title = f"What a trainable bias costs, {results.device['name']}, S = 4096, {dtype(results)}"
+    return Chart(title, ("tilewise", OTHER_NAME), groups, panels, labels=140).svg()
 
 
 def names() -> list[str]:
     return [case.format(head_dim) for head_dim in HEAD_DIMS for case in CASES.values()]
-
-
-def places() -> Iterator[tuple[str, int]]:
-    """Yield the label of each case and the y coordinate of its bars, in px from the top."""
-    for group in range(len(HEAD_DIMS)):
-        for n, name in enumerate(CASES):
-            yield name, TOP + group * (len(CASES) * CASE + GROUP) + n * CASE
-
-
-def legend() -> Iterator[str]:
-    for i, (colour, name) in enumerate(zip(COLOURS.values(), ("tilewise", OTHER_NAME), strict=True)):
-        yield f'<rect x="12" y="{33 + 16 * i}" width="12" height="12" fill="{colour}"/>'
-        yield text(30, 44 + 16 * i, name, 12)
-
-
-def text(x: float, y: float, words: str, size: int, colour: str = INK, anchor: str = "start", weight: int = 400) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y}" font-size="{size}" font-weight="{weight}" fill="{colour}" text-anchor="{anchor}">'
-        f"{words}</text>"
-    )
 
 
 def dtype(results: Results) -> str:
@@ -120,7 +81,7 @@ def table(results: Results) -> str:
     for name, case in CASES.items():
         cells = []
         for head_dim in HEAD_DIMS:
-            ours, other = (row(results, case.format(head_dim), provider) for provider in COLOURS)
+            ours, other = (row(results, case.format(head_dim), provider) for provider in (OURS, OTHER))
             ratios = [
                 b.median_s / a.median_s
                 for which in PASSES
@@ -143,4 +104,7 @@ def insert(document: str, made: str) -> str:
 if __name__ == "__main__":
     found = read(FILE)
     PICTURE.write_text(picture(found), encoding="utf-8")
-    README.write_text(insert(README.read_text(encoding="utf-8"), table(found)), encoding="utf-8")
+    for document, made in ((README, table(found)), (figures.TABLES, figures.tables())):
+        document.write_text(insert(document.read_text(encoding="utf-8"), made), encoding="utf-8")
+    for name, chart in figures.FIGURES.items():
+        (figures.IMAGES / f"{name}.svg").write_text(chart().svg(), encoding="utf-8")
