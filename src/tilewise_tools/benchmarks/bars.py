@@ -29,17 +29,20 @@ class Chart:
         series: names of what is compared, at most three, tilewise first.
         groups: a heading, which may be empty, and the labels of the cases below it.
         panels: with as many values as there are labels in all groups.
-        labels: width of the labels' column, px.
     """
 
     title: str
     series: Sequence[str]
     groups: Sequence[tuple[str, Sequence[str]]]
     panels: Sequence[Panel]
-    labels: int
+
+    @property
+    def labels(self) -> int:
+        """Return the width of the labels' column, px, for a wide font."""
+        return 20 + 8 * max(len(name) for _, names in self.groups for name in names)
 
     def svg(self) -> str:
-        top, case = 54 + 16 * len(self.series), PITCH * len(self.series) + CASE
+        top, case = 78 + 16 * len(self.series), PITCH * len(self.series) + CASE
         headings, places, y = [], [], top
         for heading, names in self.groups:
             headings.append((heading, y - 8))
@@ -50,7 +53,7 @@ class Chart:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
             'font-family="Helvetica, Arial, sans-serif">',
             f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-            text(12, 24, self.title, 15, weight=700),
+            text(12, 24, self.title, 14, weight=700),
             *_legend(self.series),
         ]
         middle = PITCH * len(self.series) // 2 + 3
@@ -59,7 +62,7 @@ class Chart:
         width = (WIDTH - self.labels - END - GAP * (len(self.panels) - 1)) // len(self.panels)
         for n, panel in enumerate(self.panels):
             x = self.labels + n * (width + GAP)
-            parts.append(text(x, top - 30, panel.title, 13, FAINT))
+            parts.append(text(x, top - 24, panel.title, 12, FAINT))
             scale = width / max(value for row in panel.values for value in row if value is not None)
             for (_, y), row in zip(places, panel.values, strict=True):
                 parts += _bars(x, y, scale, row, panel.form)

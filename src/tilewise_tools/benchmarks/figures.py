@@ -28,15 +28,13 @@ def results(name: str) -> Any:
 Value = Callable[[str, str, str], float | None]
 
 
-def both_passes(
-    title: str, series: Sequence[str], labels: Sequence[str], unit: str, form: str, value: Value, left: int
-) -> Chart:
+def both_passes(title: str, series: Sequence[str], labels: Sequence[str], unit: str, form: str, value: Value) -> Chart:
     """Return a chart with a panel for each pass, of ``value(label, series, pass)``."""
     panels = [
         Panel(f"{which.capitalize()}, {unit}", form, [[value(label, one, which) for one in series] for label in labels])
         for which in PASSES
     ]
-    return Chart(title, series, [("", labels)], panels, left)
+    return Chart(title, series, [("", labels)], panels)
 
 
 def pair_bias() -> Chart:
@@ -57,7 +55,6 @@ def pair_bias() -> Chart:
         list(names),
         [("", [f"S = B = {length}" for length in lengths])],
         panels,
-        labels=150,
     )
 
 
@@ -84,8 +81,8 @@ def head_dimensions() -> Chart:
         number = rows[what, series[one]].get(key[which])
         return None if number is None else float(number)
 
-    title = f"Other head dimensions, S = 4096, {H200}; longer is better"
-    return both_passes(title, list(series), list(cases), "TFLOP/s", "{:.0f}", value, 215)
+    title = f"Other head dimensions, S = 4096, {H200}"
+    return both_passes(title, list(series), list(cases), "TFLOP/s; longer is better", "{:.0f}", value)
 
 
 def packed() -> Chart:
@@ -98,8 +95,10 @@ def packed() -> Chart:
         turns = [turn[PASSES.index(which)] for turn in cases[label][one]]
         return float(sum(turns) / len(turns))
 
-    title = f"Packed batch of 32,768 tokens, 52 sequences, {H200}; longer is better"
-    return both_passes(title, ("tilewise", "FlashAttention-4"), list(cases), "TFLOP/s", "{:.0f}", value, 130)
+    title = f"Packed batch of 32,768 tokens, 52 sequences, {H200}"
+    return both_passes(
+        title, ("tilewise", "FlashAttention-4"), list(cases), "TFLOP/s; longer is better", "{:.0f}", value
+    )
 
 
 def masks() -> Chart:
@@ -118,8 +117,8 @@ def masks() -> Chart:
         row = found.get((cases[label], series[one]))
         return None if row is None else float(row[f"{which}_ms"])
 
-    title = f"Masks and windows, S = 16384, D = 128, {H200}; shorter is better"
-    return both_passes(title, list(series), list(cases), "ms", "{:.2f}", value, 160)
+    title = f"Masks and windows, S = 16384, D = 128, {H200}"
+    return both_passes(title, list(series), list(cases), "ms; shorter is better", "{:.2f}", value)
 
 
 def decoding() -> Chart:
@@ -128,7 +127,7 @@ def decoding() -> Chart:
     labels = ["B = {}, {} heads on {}, N = {}, D = {}".format(*row["decode"]) for row in rows]
     values = [[row["tb"], copy["copy"]] for row in rows]
     panel = Panel("TB/s of keys and values; longer is better", "{:.2f}", values)
-    return Chart(f"Decoding: one query, {H200}", ("tilewise", "a copy"), [("", labels)], [panel], labels=290)
+    return Chart(f"Decoding: one query, {H200}", ("tilewise", "a copy"), [("", labels)], [panel])
 
 
 def host() -> Chart:
@@ -142,11 +141,19 @@ def host() -> Chart:
         return float(min(turn[name][0] for turn in turns))
 
     panels = [
-        Panel("Forward, no gradient, µs", "{:.0f}", [[least(name) for name in names] for names, _ in cases.values()]),
-        Panel("Forward + backward, µs", "{:.0f}", [[least(name) for name in names] for _, names in cases.values()]),
+        Panel(
+            "Forward, no gradient, µs; shorter is better",
+            "{:.0f}",
+            [[least(name) for name in names] for names, _ in cases.values()],
+        ),
+        Panel(
+            "Forward + backward, µs; shorter is better",
+            "{:.0f}",
+            [[least(name) for name in names] for _, names in cases.values()],
+        ),
     ]
-    title = "Host time of a small call, B = 1, H = 8, S = 128, D = 64; shorter is better"
-    return Chart(title, ("tilewise", "SDPA"), [("", list(cases))], panels, labels=140)
+    title = "Host time of a small call, B = 1, H = 8, S = 128, D = 64"
+    return Chart(title, ("tilewise", "SDPA"), [("", list(cases))], panels)
 
 
 def softmax() -> Chart:
@@ -161,8 +168,8 @@ def softmax() -> Chart:
     def value(label: str, one: str, which: str) -> float:
         return float(found[lengths[label], series[one], which])
 
-    title = f"Softmax, share of the speed of a copy, {H200}; longer is better"
-    return both_passes(title, list(series), list(lengths), "of a copy's speed", "{:.2f}", value, 130)
+    title = f"Softmax, share of the speed of a copy, {H200}"
+    return both_passes(title, list(series), list(lengths), "longer is better", "{:.2f}", value)
 
 
 def matmul() -> Chart:
@@ -170,7 +177,7 @@ def matmul() -> Chart:
     names = ("8192³", "4096³", "2048³", "1024³", "8192 × 8192 × 512", "8192 × 8192 × 512 + C", "scores of 64 heads")
     values = [[found[name]["tflops"], found[name]["torch_tflops"]] for name in names]
     panel = Panel("TFLOP/s; longer is better", "{:.0f}", values)
-    return Chart(f"Matrix products, {H200}", ("tilewise.matmul", "torch"), [("", names)], [panel], labels=190)
+    return Chart(f"Matrix products, {H200}", ("tilewise.matmul", "torch"), [("", names)], [panel])
 
 
 def cpu() -> Chart:
@@ -180,7 +187,7 @@ def cpu() -> Chart:
     labels = [row["name"].replace("forward and backward", "no bias") for row in rows]
     panel = Panel("Forward + backward, s; shorter is better", "{:.2f}", values)
     title = f"A CPU with {file['threads']} threads, S = 4096, D = 64, 8 heads"
-    return Chart(title, ("tilewise", "SDPA"), [("", labels)], [panel], labels=250)
+    return Chart(title, ("tilewise", "SDPA"), [("", labels)], [panel])
 
 
 FIGURES: dict[str, Callable[[], Chart]] = {

@@ -62,7 +62,7 @@ def picture(results: Results) -> str:
         case = results.case(CASES["no bias"].format(head_dim))
         groups.append((f"B = {case.batch}, H = {case.heads}, D = {head_dim}", list(CASES)))
     title = f"What a trainable bias costs, {results.device['name']}, S = 4096, {dtype(results)}"
-    return Chart(title, ("tilewise", OTHER_NAME), groups, panels, labels=140).svg()
+    return Chart(title, ("tilewise", OTHER_NAME), groups, panels).svg()
 
 
 def names() -> list[str]:
