@@ -21,6 +21,7 @@ BIAS = (1, 2, 40, 40)
 TRIANGLE = Case("triangle", 3, 2, 2, 40, 40, 8, bias=BIAS, dtype="float32", padded=True, entry="triangle_attention")
 TOKENS = replace(TRIANGLE, family="tokens", padded=False, entry="attention_pair_bias")
 SWIN = replace(TRIANGLE, family="swin", batch=6, padded=False, windows=3, entry="attention")
+SEVERAL = replace(TRIANGLE, family="several triangles", batch=6, bias=(2, *BIAS[1:]))
 WINDOWS = WindowCase("windows", 2, 2, 96, 8, dtype="float32")
 
 
@@ -34,13 +35,16 @@ def said_wrong(case, right, steps, x):
     return reference.wrong(reference.errors(found, right), case)
 
 
-@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN], ids=lambda case: case.entry)
+@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN, SEVERAL], ids=lambda case: case.family)
 @pytest.mark.parametrize("name", ["tilewise-cpu", "tilewise-entry", "sdpa-math"])
 def test_entry_points_and_calls_are_right(case, name):
     """With the mask, and wrong without it."""
     x = case.inputs(CPU)
     assert (x.mask is not None) == (case is not TOKENS)
     right, provider = reference.exact(case, x), of("attention")[name]
+    if case is SEVERAL and name == "sdpa-math":
+        assert "an expanded one would be a copy" in provider.declines(case)
+        return
     assert provider.declines(case) is None
     assert not said_wrong(case, right, provider.prepare(case, x), x)
     if x.mask is not None:
@@ -48,13 +52,13 @@ def test_entry_points_and_calls_are_right(case, name):
         assert said_wrong(case, right, provider.prepare(case, other), x)
 
 
-@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN], ids=lambda case: case.entry)
+@pytest.mark.parametrize("case", [TRIANGLE, TOKENS, SWIN, SEVERAL], ids=lambda case: case.family)
 def test_an_entry_point_is_called(case, monkeypatch):
     called = []
     monkeypatch.setattr(structure, case.entry, lambda *x, **_: called.append(x[0].shape) or x[0])
     provider, x = of("attention")["tilewise-entry"], case.inputs(CPU)
     assert provider.prepare(case, x).forward().shape == x.q.shape
-    assert called == [(2, 3, *x.q.shape[1:]) if case is SWIN else (1, *x.q.shape)]
+    assert called == [(2, 3, *x.q.shape[1:]) if case in (SWIN, SEVERAL) else (1, *x.q.shape)]
     assert provider.applies(case)
     assert not provider.applies(replace(case, entry=None))
 
@@ -63,7 +67,7 @@ def test_cuequivariance_is_asked_as_it_wants_to_be(monkeypatch):
     """By a module in its place, which is the function of the same name."""
     provider = of("attention")["cuequivariance"]
     monkeypatch.setitem(sys.modules, "cuequivariance_ops_torch", SimpleNamespace(triangle_attention=triangle_attention))
-    for case in (TRIANGLE, replace(TRIANGLE, padded=False)):
+    for case in (TRIANGLE, replace(TRIANGLE, padded=False), SEVERAL):
         assert provider.declines(case) is None
         x = case.inputs(CPU)
         right = reference.exact(case, x)
@@ -82,8 +86,14 @@ def test_cuequivariance_is_asked_as_it_wants_to_be(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    [("tilewise-entry", TRIANGLE), ("tilewise-entry", TOKENS), ("tilewise-entry", SWIN), ("cuequivariance", TRIANGLE)],
-    ids=["triangle", "tokens", "swin", "cuequivariance"],
+    [
+        ("tilewise-entry", TRIANGLE),
+        ("tilewise-entry", TOKENS),
+        ("tilewise-entry", SWIN),
+        ("cuequivariance", TRIANGLE),
+        ("tilewise-entry", SEVERAL),
+    ],
+    ids=["triangle", "tokens", "swin", "cuequivariance", "several triangles"],
 )
 def test_what_an_entry_point_is_called_with_costs_nothing(name, case, monkeypatch):
     """A tensor of q's size more, and its time, would be the bench's own."""
@@ -109,13 +119,13 @@ def test_who_takes_no_mask_of_keys_says_so():
     assert providers._no_bias(SWIN) == providers._no_cudnn_graph(SWIN) == "takes no mask of pairs"
 
 
-@pytest.mark.parametrize("case", [TRIANGLE, SWIN], ids=lambda case: case.entry)
+@pytest.mark.parametrize("case", [TRIANGLE, SWIN, SEVERAL], ids=lambda case: case.family)
 def test_flex_hides_keys(case):
     """Its scores, added up here."""
     case = replace(case, backward=False)
     x = case.inputs(CPU)
     right = reference.exact(case, x)
-    bias = providers._score_mod(x.bias)
+    bias = providers._score_mod(x.bias, case.run)
     mod, s = providers._score_mod_of_mask(bias, x.mask), torch.zeros(())
     b, h, i, j = (torch.arange(n).view(-1, *(1,) * (3 - d)) for d, n in enumerate((case.batch, 2, 40, 40)))
     scores = x.q @ x.k.mT * 8**-0.5 + mod(s, b, h, i, j)

@@ -57,7 +57,8 @@ class Case:
     The cases of a ``family`` form one curve over their lengths in a picture.
 
     Attributes:
-        bias: shape of an additive bias in ``dtype``; the backward computes its gradient.
+        bias: shape of an additive bias in ``dtype``; the backward computes its gradient. With a batch of n biases,
+            fewer than batch elements, each is that of a run of them.
         dtype: torch's name of the dtype of every tensor.
         backward: True to measure the backward, with gradients of all inputs, too.
         sink: True for a trainable attention sink per head.
@@ -103,6 +104,11 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.family} S{self.keys}"
+
+    @property
+    def run(self) -> int:
+        """Batch elements, one after the other, that share one of several biases; 1 if none do, or if all share one."""
+        return self.batch // self.bias[0] if self.bias is not None and 1 < self.bias[0] < self.batch else 1
 
     def problem(self, device: str, capability: tuple[int, int] | None) -> Problem:
         """Return the case as a problem for tilewise's backends."""
@@ -227,9 +233,11 @@ def beside(case: Case, name: str) -> Case:
     return replace(case, entry=name)
 
 
-def triangle(length: int) -> Case:
-    """Return a `pair` case with different hidden keys in each row."""
-    return beside(replace(pair(length), family="triangle_attention D32", padded=True), "triangle_attention")
+def triangle(length: int, structures: int = 1) -> Case:
+    """Return the `pair` case of several structures, each with its own bias, with different hidden keys in each row."""
+    family = f"triangle_attention D32{f' B{structures}' if structures > 1 else ''}"
+    case = replace(pair(length), family=family, batch=structures * length, padded=True)
+    return beside(replace(case, bias=(structures, 4, length, length)), "triangle_attention")
 
 
 def tokens(length: int) -> Case:
@@ -319,6 +327,7 @@ def _gpu() -> Iterator[Case]:
             yield from (tiny("bfloat16", bias) for bias in (False, True))
             yield from (pair(s) for s in (256, 384, 512, 768))
             yield from (triangle(s) for s in (384, 768))
+            yield from (triangle(s, 8) for s in (256, 384))
             yield tokens(768)
             yield from (gqa(length, causal) for causal in (False, True))
             yield from (decode(16, keys) for keys in (8192, 32768))

@@ -204,6 +204,8 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
 
     def prepare(case: Case, x: CaseInputs) -> Steps:
         q, k, v, bias, _, sink, trained, mask = x
+        if case.run > 1:  # more leading dimensions
+            q, k, v, bias, mask = structure.by_structure(case, x)  # type: ignore[assignment]
         term: Any = bias if case.term is None or trained is None else terms.term(case.term, trained)
 
         more: dict[str, Any] = {}
@@ -222,7 +224,8 @@ def _tilewise(backend: str, device: torch.device) -> Provider:
         def forward() -> Tensor:
             if own is not None and case.mask is not None:
                 more["mask"] = sparse.new_mask(case.mask, own, case.queries, case.causal)
-            return tilewise.attention(q, k, v, bias=term, sink=sink, causal=case.causal, backend=backend, **more)
+            o = tilewise.attention(q, k, v, bias=term, sink=sink, causal=case.causal, backend=backend, **more)
+            return o.flatten(0, -4)
 
         def renew() -> None:
             more["mask"] = sparse.copied(more["mask"])
@@ -240,6 +243,8 @@ def _sdpa(name: str, backend: str, unavailable: str | None) -> Provider:
         scores = 4 * case.batch * case.heads * case.queries * case.keys
         if backend == "MATH" and scores > _MATH_BYTES:
             return f"would store float32 scores of {scores / 2**30:.0f} GiB more than once"
+        if case.run > 1:
+            return "takes a bias of all batch elements or of each: an expanded one would be a copy"
         if case.causal and case.queries != case.keys:
             return "is_causal aligns top-left: with M != N another function"
         return _no_term(case)
@@ -290,7 +295,7 @@ def _flex(case: Case, x: CaseInputs) -> Steps:
             return found if visible is None else found & visible(i, j)
 
         block_mask = create_block_mask(mask_mod, None, None, case.queries, case.keys, device=q.device.type)
-    score_mod = None if bias is None else _score_mod(bias)
+    score_mod = None if bias is None else _score_mod(bias, case.run)
     if case.term is not None and x.term is not None:
         score_mod = terms.score_mod(case.term, x.term)
     if x.mask is not None:
@@ -299,9 +304,11 @@ def _flex(case: Case, x: CaseInputs) -> Steps:
     return _autograd(lambda: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped), x)
 
 
-def _score_mod(bias: Tensor) -> Callable[..., Tensor]:
-    """Return a score_mod that adds the bias; omits broadcast axes, since an index of 0 is slower."""
+def _score_mod(bias: Tensor, run: int = 1) -> Callable[..., Tensor]:
+    """Return a score_mod that adds the bias; omits broadcast axes, since an index of 0 is slower. run: `Case.run`."""
     batch, heads, rows, _ = (size > 1 for size in bias.shape)
+    if run > 1:
+        return lambda s, b, h, i, j: s + bias[b // run, h, i, j]
     if (batch, heads, rows) == (True, True, True):
         return lambda s, b, h, i, j: s + bias[b, h, i, j]
     if (batch, heads, rows) == (False, True, True):
@@ -331,6 +338,8 @@ def _no_bias(case: Case) -> str | None:
 
 
 def _no_cudnn_graph(case: Case) -> str | None:
+    if case.run > 1:
+        return "takes a bias of all batch elements or of each"
     if case.padded or case.windows is not None:
         return "takes no mask of keys" if case.padded else "takes no mask of pairs"
     return _plain(case) if case.dtype in ("bfloat16", "float16") else f"has no {case.dtype} kernels"

@@ -6,6 +6,7 @@ Independent of tilewise, except for the dropout mask.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,12 +81,13 @@ def _chunk(case: Case, x: CaseInputs, results: dict[str, Tensor], b: slice, g: i
     q, do = x.q[b, h, r].to(wide), x.do[b, h, r].to(wide)
     k, v = x.k[b, one].to(wide), x.v[b, one].to(wide)
     s = scale * (q @ k.mT)
-    part: tuple[slice, ...] = ()
+    part: tuple[Any, ...] = ()
+    runs = torch.arange(b.start, b.stop, device=s.device) // case.run
     if x.bias is not None:  # slice(None) for an axis that broadcasts
         part = tuple(
             slice(None) if size == 1 else axis for size, axis in zip(x.bias.shape, (b, h, r, slice(None)), strict=True)
         )
-        s += x.bias[part]
+        s += x.bias[part] if case.run == 1 else x.bias[(runs, *part[1:])]
     i = torch.arange(case.queries, device=s.device)[r, None] + case.keys - case.queries
     distance = torch.arange(case.keys, device=s.device)[None, :] - i  # 0 between the last query and the last key
     trained = None
@@ -124,7 +126,10 @@ def _chunk(case: Case, x: CaseInputs, results: dict[str, Tensor], b: slice, g: i
     results["dq"][b, h, r] = scale * (ds @ k)
     results["dk"][b, one] += scale * (ds.mT @ q).sum(1, keepdim=True)
     if x.bias is not None:
-        results["dbias"][part] += ds.sum_to_size(x.bias[part].shape)
+        if case.run == 1:
+            results["dbias"][part] += ds.sum_to_size(x.bias[part].shape)
+        else:
+            results["dbias"][(slice(None), *part[1:])].index_add_(0, runs, ds)
     if case.term is not None and x.term is not None and trained is not None:
         results["dterm"][trained] += terms.part_gradient(case.term, x.term[trained], ds, distance)
 

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from tilewise_tools.bench.cases import Case, CaseInputs
 
 
-def _triangle(case: Case, x: CaseInputs) -> Tensor:
-    """Call triangle_attention; the batch is the rows of one pair representation."""
+def by_structure(case: Case, x: CaseInputs) -> list[Tensor | None]:
+    """Return q, k, v, bias and mask of a case whose batch is the rows of one pair representation or of several."""
     assert x.bias is not None
-    o: Tensor = triangle_attention(
-        x.q[None], x.k[None], x.v[None], x.bias[None], None if x.mask is None else x.mask[None]
-    )
-    return o.squeeze(0)  # the gradient of a select is a copy
+    rows = [None if y is None else y.unflatten(0, (x.bias.shape[0], -1)) for y in (x.q, x.k, x.v, x.mask)]
+    return [*rows[:3], x.bias[:, None], rows[3]]
+
+
+def _triangle(case: Case, x: CaseInputs) -> Tensor:
+    """Call triangle_attention; the batch is the rows of one pair representation or of several."""
+    o: Tensor = triangle_attention(*by_structure(case, x))  # type: ignore[arg-type]
+    return o.flatten(0, 1)
 
 
 def _tokens(case: Case, x: CaseInputs) -> Tensor:
@@ -58,20 +62,18 @@ def cuequivariance_declines(case: Case) -> str | None:
     """Return why cuEquivariance does not support a case; it needs a bias (1, H, M, N)."""
     if case.windows is not None:
         return "takes masks of keys"
-    if case.bias != (1, case.heads, case.queries, case.keys) or case.causal or case.kv_heads != case.heads:
-        return "takes a bias that the batch shares, and neither causal nor grouped heads"
+    bias = case.bias if case.bias is not None and (case.bias[0] == 1 or case.run > 1) else ()
+    if bias[1:] != (case.heads, case.queries, case.keys) or case.causal or case.kv_heads != case.heads:
+        return "takes a bias that the rows share, and neither causal nor grouped heads"
     return None
 
 
 def cuequivariance(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
-    """Return the forward by cuEquivariance's triangle_attention; the batch is the rows."""
+    """Return the forward by cuEquivariance's triangle_attention; the batch is the rows of each structure."""
     from cuequivariance_ops_torch import triangle_attention as attend
 
-    mask = None if x.mask is None else x.mask[None]
-
     def forward() -> Tensor:
-        assert x.bias is not None
-        o: Tensor = attend(x.q[None], x.k[None], x.v[None], x.bias[None], mask)
-        return o.squeeze(0)
+        o: Tensor = attend(*by_structure(case, x))
+        return o.flatten(0, 1)
 
     return forward
