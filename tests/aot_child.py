@@ -422,8 +422,10 @@ def _call(case: Case, terms: tuple[Term, ...] = (), tiles: str = "") -> tuple[An
         )  # fmt: skip
         inputs, score = call.inputs, call.score
         grads = tuple(name for name, x in inputs.parts._asdict().items() if x is not None and x.is_floating_point())
+    in_runs = c.bias is not None and c.bias[0] == "r"
+    described = inputs._replace(bias=inputs.bias.unsqueeze(1)) if in_runs else inputs
     problem = Problem.of(
-        *inputs, score, bias_grad=inputs.bias is not None, sink_grad=c.sink is not None, part_grads=grads,
+        *described, score, bias_grad=inputs.bias is not None, sink_grad=c.sink is not None, part_grads=grads,
         deterministic=c.deterministic,
     )  # fmt: skip
     return dataclasses.replace(problem, device="cuda", capability=_capability), inputs

@@ -101,7 +101,7 @@ FAULTS = [
         "unit/test_leading.py::test_a_mask_that_repeats_along_the_batch",
     ),
     Fault(
-        "tilewise/backends/triton/tensors.py", "mb = b % how.BATCH", "mb = tl.minimum(b, how.BATCH - 1)",
+        "tilewise/backends/triton/tensors.py", "else b % how.BATCH", "else tl.minimum(b, how.BATCH - 1)",
         "a mask that repeats along the batch ends with its last one, in Triton",
         "backends/test_repeated_masks.py",
     ),
@@ -109,6 +109,42 @@ FAULTS = [
         "tilewise/spec/checks.py", "or sizes.B % x.shape[1] != 0", "or x.shape[1] > sizes.B",
         "a mask repeats along a batch that it does not divide",
         "unit/test_problem.py::test_a_mask_that_repeats",
+    ),
+    Fault(
+        "tilewise/spec/checks.py", "or sizes.B % x.shape[0] != 0", "or x.shape[0] > sizes.B",
+        "runs of batch elements share a bias, and some elements have none",
+        "unit/test_problem.py::test_a_bias_of_runs",
+    ),
+    Fault(
+        "tilewise/frontend/leading.py", "        while dims and x.shape[dims[-1]] == 1:\n            del dims[-1]\n", "",
+        "triangle attention of a batch takes a call for each element",
+        "unit/test_leading.py::test_bias_and_mask_that_are_shared_along_unlike_dimensions",
+    ),
+    Fault(
+        "tilewise/backends/runs.py", "own[\"bias\"] = inputs.bias[n : n + 1]", "own[\"bias\"] = inputs.bias[:1]",
+        "all runs of batch elements have the bias of the first, on the CPU",
+        "backends/test_bias_runs.py::test_cpu",
+    ),
+    Fault(
+        "tilewise/backends/triton/tensors.py", "mb = b // (batch // how.BATCH)", "mb = b % how.BATCH",
+        "batch elements take turns with the biases of runs, in Triton",
+        "backends/test_bias_runs.py::test_triton",
+    ),
+    Fault(
+        "tilewise/backends/triton/ordered.py", "b = b * (sizes.batch // how.BATCH)", "b = b * 1",
+        "a fixed order sums the gradient of a run's bias over other elements, in Triton",
+        "backends/test_bias_runs.py::test_triton",
+    ),
+    Fault(
+        "tilewise/backends/gluon/sm90/backward/scheduler.py", "return gl.where(nth < sizes.run, place",
+        "return gl.where(nth <= sizes.run, place",
+        "a program of three elements takes one of the next run, which has another bias, on Hopper",
+        "backends/test_hopper_batched.py::test_roles_of_lanes",
+    ),
+    Fault(
+        "tilewise/backends/gluon/sm90/backward/launch.py", " or reduction(p) == DBiasMode.REDUCE", "",
+        "heads past the first wait for ever for the zeros of their sum of dQ, on Hopper",
+        "backends/test_hopper_dbias.py::test_sums_of_dq_that_no_later_program_zeroes_are_zeroed_before",
     ),
     Fault(
         "tilewise/backends/triton/backward.py", "do_tile = (do_tile * factor[:, None]).to", "do_tile = do_tile.to",

@@ -315,7 +315,7 @@ HOPPER = [
         "backends/test_hopper_terms.py::test_scores_in_the_units_of_the_kernels",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/forward/launch.py", "is not None and bias.batch > 1", "is not None and problem.batch > 1",
+        "tilewise/spec/problem.py", "if self.bias_in_runs else self.bias.batch > 1", "if self.bias_in_runs else self.batch > 1",
         "a bias that all batch elements share is read past its end",
         "backends/test_hopper_terms.py::test_a_bias_and_a_mask_are_those_of_the_head",
     ),
@@ -351,8 +351,8 @@ HOPPER = [
         "backends/test_hopper_dq_accum.py::test_earlier_heads_are_finished_and_their_places_zeroed",
     ),
     Fault(
-        "tilewise/backends/gluon/sm90/backward/scheduler.py", "(work_tile.b // c.ELEMENTS * sizes.kv_heads + work_tile.hk) * c.ELEMENTS",
-        "(work_tile.hk * (sizes.batch // c.ELEMENTS) + work_tile.b // c.ELEMENTS) * c.ELEMENTS",
+        "tilewise/backends/gluon/sm90/backward/scheduler.py", "(place // c.ELEMENTS * sizes.kv_heads + work_tile.hk) * c.ELEMENTS",
+        "(work_tile.hk * (sizes.batch // c.ELEMENTS) + place // c.ELEMENTS) * c.ELEMENTS",
         "a head of elements waits for programs of another",
         "backends/test_hopper_work.py::test_heads_of_lanes_take_turns_in_the_sum_of_dq",
     ),

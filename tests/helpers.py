@@ -37,7 +37,8 @@ NAMES = ("o", "lse", "dq", "dk", "dv", "dbias", "dsink")
 class Case:
     """A call of `tilewise.attention` and of its backward.
 
-    bias, mask: which axes are full, a letter or 1 for each, "bhmn" to "1111"; "k" in place of "h" is Hkv heads.
+    bias, mask: which axes are full, a letter or 1 for each, "bhmn" to "1111"; "k" in place of "h" is Hkv heads,
+    "r" in place of "b" a bias for each run of four batch elements (kernels alone).
     layout: of every tensor, see `lay_out`.
     planted: a value put into hidden keys and values (and a hidden bias): whole rows, and single elements of a row.
     bias_hides: a tenth of the bias is -inf. blind: some queries see nothing, by the mask or else the bias.
@@ -86,7 +87,7 @@ class Case:
 
     def shape(self, axes: str) -> tuple[int, ...]:
         """Shape of a bias, mask or sink."""
-        sizes = {"b": self.B, "h": self.H, "k": self.kv_heads, "m": self.M, "n": self.N, "1": 1}
+        sizes = {"b": self.B, "r": self.B // 4, "h": self.H, "k": self.kv_heads, "m": self.M, "n": self.N, "1": 1}
         return tuple(sizes[axis] for axis in axes)
 
     @property

@@ -58,11 +58,11 @@ def band_terms(band: Band) -> SimpleNamespace:
 
 
 def problem(B: int, H: int, Hkv: int, M: int, N: int, D: int = 64, band: Band | None = None, **more: Any) -> Problem:
-    """A call in bfloat16 on an H100; bias, mask: a `TensorSpec`, or its axes."""
-    sizes = {"b": B, "h": H, "k": Hkv, "m": M, "n": N, "1": 1}
+    """A call in bfloat16 on an H100; bias, mask: a `TensorSpec`, or its axes, letters or sizes."""
+    sizes = {"b": B, "h": H, "k": Hkv, "m": M, "n": N}
     for name, dtype in (("bias", torch.bfloat16), ("mask", torch.bool)):
         if isinstance(axes := more.get(name), str):
-            more[name] = TensorSpec(dtype, *(sizes[axis] for axis in axes))
+            more[name] = TensorSpec(dtype, *(sizes.get(axis) or int(axis) for axis in axes))
     usual = {"dtype": torch.bfloat16, "head_dim": D, "value_dim": D, "score": Score(0.1, None, band or Band())}
     return Problem(
         device="cuda", capability=(9, 0), batch=B, heads=H, kv_heads=Hkv, queries=M, keys=N, **{**usual, **more}

@@ -285,11 +285,15 @@ def test_compiled_backward(compilers, triton, case, designed, spilled, again):
 
 # Beside a mask two numbers of a thread are in memory until a role begins; by Triton 3.7 five.
 @pytest.mark.parametrize(
-    ("triton", "mask", "spilled"), [("3.6.0", None, 0), ("3.6.0", "b11n", 8), ("installed", None, 20)]
-)
-def test_batch_elements_side_by_side(compilers, triton, mask, spilled):
+    ("triton", "bias", "mask", "spilled"),
+    [
+        ("3.6.0", "1hmn", None, 0), ("3.6.0", "1hmn", "b11n", 8), ("installed", "1hmn", None, 20),
+        ("3.6.0", "rhmn", "b11n", 8), ("installed", "rhmn", None, 20),
+    ],
+)  # fmt: skip
+def test_batch_elements_side_by_side(compilers, triton, bias, mask, spilled):
     """A program of the pair bias has three: no dS buffer, and no sum of dQ for all heads."""
-    case = replace(USUAL, B=64, H=4, M=768, N=768, D=32, bias="1hmn", mask=mask)
+    case = replace(USUAL, B=64, H=4, M=768, N=768, D=32, bias=bias, mask=mask)
     codes = compilers.compile(compile_hopper_case, triton, 90, case, True)
     lists = ["summary_kernel", "tile_list_kernel"] if mask else []
     assert [code.kernel.name for code in codes] == ["preprocess_kernel", *lists, "batched_kernel", "last_heads_kernel"]

@@ -22,6 +22,7 @@ from tilewise.spec.score import Band, Score
 
 pytest.importorskip("triton")
 
+from tilewise.backends.gluon import score
 from tilewise.backends.gluon.sm90.common import key_mask
 from tilewise.backends.gluon.sm90.common.config import SHARED_MEMORY, forward_config, has_small_heads
 from tilewise.backends.gluon.sm90.forward import small_heads as small_heads_kernel
@@ -176,6 +177,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
 
     replaced = {
         "gl": gl, "STAGES": stages, "V_STAGES": stages + 1, "exceeds": lambda sums: 0,
+        "bias_of": score.bias_of.fn,
         "following": small_heads_kernel.following.fn, "mma_one_n_block": small_heads_kernel.mma_one_n_block.fn,
         "with_maxima": small_heads_kernel.with_maxima.fn,
         "work_tile_at": work_tile_at, "entry_at": lambda i, tile, c: SimpleNamespace(n=tile.last - i),
@@ -211,7 +213,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
     }
     x = SimpleNamespace(q=MagicMock(), o=MagicMock(), **sized)
     c = SimpleNamespace(WARPGROUPS=2, BLOCK_N=64, BLOCK_D=32, BLOCK_DV=32, BIAS_BATCH=False, HIDES_KEYS=cut)
-    sizes = SimpleNamespace(tiles=tiles, group=1)
+    sizes = SimpleNamespace(tiles=tiles, group=1, batch=1)
     failed = []
 
     def role(function, *arguments):

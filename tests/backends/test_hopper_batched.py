@@ -90,19 +90,21 @@ def ds_of(b, h, m, n0):
 
 @pytest.mark.parametrize("late", [*ELEMENTS, *OTHERS])
 @pytest.mark.parametrize(
-    ("batch", "group", "keys", "taken", "hidden"),
+    ("batch", "biases", "group", "keys", "taken", "hidden"),
     [
-        (258, 1, 260, [0, 1, 4, 700], ()), (257, 2, 260, [1699, 1700, 1701], ()), (257, 1, 259, [1707, 1709], ()),
-        (258, 1, 260, [0, 1, 4, 5, 6, 700], {0, 4, 5, 700}),
+        (258, 1, 1, 260, [0, 1, 4, 700], ()), (257, 1, 2, 260, [1699, 1700, 1701], ()),
+        (257, 1, 1, 259, [1707, 1709], ()), (258, 1, 1, 260, [0, 1, 4, 5, 6, 700], {0, 4, 5, 700}),
+        # Programs end with the runs of 128 elements that share a bias: 43 programs for each head and tile of a run.
+        (256, 2, 1, 260, [0, 842, 859, 860, 1719], ()), (258, 2, 1, 260, [0, 859, 860, 1719], {860}),
     ],
 )  # fmt: skip
-def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
+def test_roles_of_lanes(monkeypatch, late, batch, biases, group, keys, taken, hidden):
     """The elements of a program meet the same tile of the bias, and dBias gets what each of them has added, but for one
     without a batch element; a role that is late keeps nobody waiting for ever. hidden: work tiles without a step."""
     monkeypatch.setattr(config, "BATCHED_FROM", 100)  # shorter ones have the same roles
     roles = Roles(late)
     roles.waits_for = dict.fromkeys([*ELEMENTS, *OTHERS])
-    terms, sizes, c = kernel_arguments(problem(batch, 4 * group, 4, 150, keys, "1hmn", D=32))
+    terms, sizes, c = kernel_arguments(problem(batch, 4 * group, 4, 150, keys, f"{biases}hmn", D=32))
     assert c.ELEMENTS == 3
     c.KEY_STAGES = c.VALUE_STAGES = STAGES
     c.HIDES_KEYS = bool(hidden)
@@ -111,7 +113,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
     bias_pipeline, elements = pipeline(empty=c.ELEMENTS), tuple(new_element() for _ in ELEMENTS)
     for element in elements:
         element.rows.bias_pipeline = bias_pipeline
-    dbias = torch.zeros(4 * group, 150, 264)  # a row has room for a multiple of eight elements
+    dbias = torch.zeros(biases, 4 * group, 150, 264)  # a row has room for a multiple of eight elements
     finished, waited, done, stored = [], [], [], []
 
     def tma_load(source, at, barrier, slot):
@@ -152,6 +154,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
         "wait_full": lambda pipeline, slot, use: roles.wait(pipeline.full.index(slot), use & 1),
         "work_tile_count": lambda *_: count, "box_of": lambda first, queries, b, h, row, c, col=0: [b, h, row, col],
         "work_tile_at": work_tile_at, "of_element": scheduler.of_element.fn,
+        "bias_of_tile": scheduler.bias_of_tile.fn,
         "row_tile": scheduler.row_tile, "counters_at": lambda *_: SimpleNamespace(tile_count_semaphore=None, done=0),
         "finish_earlier_heads": lambda n, *_: finished.append(n),
         "wait_zeroed": lambda n, tile, *_: waited.append(scheduler.head_of(tile, sizes, c)),
@@ -187,7 +190,13 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
                 roles.wait(element.rows.pipeline.full.index(slot), phase)
                 roles.wait(bias_pipeline.full.index(slot), phase)
                 assert element.rows.pipeline.slots.index(slot)["holds"] == ("q", w.b, h, 64 * m, 0)
-                assert bias_pipeline.slots.index(slot)["holds"] == ("bias", 0, h, 64 * m, w.n0)
+                assert bias_pipeline.slots.index(slot)["holds"] == (
+                    "bias",
+                    w.place // sizes.broadcast_batch,
+                    h,
+                    64 * m,
+                    w.n0,
+                )
                 roles.wait(element.shared.ds_pipeline.empty.index(slot), phase ^ 1)
                 element.shared.ds.made[slot] = Tile(ds_of(w.b, h, m, w.n0)[None, None])
                 roles.arrive(element.shared.ds_pipeline.full.index(slot), 1)
@@ -199,7 +208,7 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
             nth += 1
             tile_index = next_tile_index(tile_index, nth)
 
-    strides = SimpleNamespace(pointer=0, stride1=150 * 264, stride2=264)
+    strides = SimpleNamespace(pointer=0, stride0=4 * group * 150 * 264, stride1=150 * 264, stride2=264)
     given = (None, 0, terms, sizes, c)
     roles.run(**{
         **{name: lambda which=which: computes(which) for which, name in enumerate(ELEMENTS)},
@@ -209,20 +218,21 @@ def test_roles_of_lanes(monkeypatch, late, batch, group, keys, taken, hidden):
     })  # fmt: skip
     wanted = [n * c.ELEMENTS + element for n in taken for element in range(c.ELEMENTS)]
     assert finished == taken
-    heads = [3 * (w.b // 3 * 4 + w.hk) for w in map(stubs["work_tile_at"], wanted[::3])]
+    heads = [3 * (w.place // 3 * 4 + w.hk) for w in map(stubs["work_tile_at"], wanted[::3])]
     assert [at for at, _ in done] == waited == heads
     assert all(so_far >= 3 * nth for nth, (_, so_far) in enumerate(done, 1)), (
         "counted before all elements have added dQ"
     )
     assert len(computed) == len(wanted)
     assert len(stored) == 2 * len(wanted)
-    expected = torch.zeros(4 * group, 192, 320)
+    expected = torch.zeros(biases, 4 * group, 192, 320)
     for w in computed:
         for g, m in itertools.product(range(group), range(w.begin, w.end)):
             h = w.hk * group + g
             if w.b < batch:
-                expected[h, 64 * m : 64 * m + 64, w.n0 : w.n0 + 64] += ds_of(w.b, h, m, w.n0)
-    assert torch.equal(dbias[:, :, :keys], expected[:, :150, :keys])
+                bias = w.b // (batch // biases)
+                expected[bias, h, 64 * m : 64 * m + 64, w.n0 : w.n0 + 64] += ds_of(w.b, h, m, w.n0)
+    assert torch.equal(dbias[..., :keys], expected[:, :, :150, :keys])
     assert (batch == 258) == all(w.b < batch for w in computed)
 
 

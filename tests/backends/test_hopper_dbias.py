@@ -55,6 +55,20 @@ def test_who_adds(p, how, sums):
     assert config.dbias_sums(p) == sums
 
 
+@pytest.mark.parametrize(
+    ("p", "all_before"),
+    [
+        (problem(64, 4, 2, "bk", deterministic=True), True),  # no program zeroes sums while it reduces
+        (problem(64, 32, 1, "b1"), True),
+        (problem(64, 4, 4, "1h"), True),
+        (problem(64, 4, 4, "bh"), False),
+    ],
+)
+def test_sums_of_dq_that_no_later_program_zeroes_are_zeroed_before(p, all_before):
+    sizes, _ = kernel_arguments(p)
+    assert (sizes.zeroed == sizes.batch * sizes.kv_heads) == all_before
+
+
 @pytest.fixture
 def plain(monkeypatch):
     """The functions of the kernels as Python functions, on tensors."""
@@ -62,8 +76,9 @@ def plain(monkeypatch):
     kernel_stubs.replace(monkeypatch, scheduler, dbias_reduce, gl=gl)
     names = "head_and_tile heads_at_once groups_per_broadcast groups listed_head_and_tile tile_of_mask"
     as_python(monkeypatch, scheduler, names)
-    monkeypatch.setattr(scheduler, "key_tile", lambda b, hk, n0, *_: SimpleNamespace(b=b, hk=hk, n0=n0))
-    as_python(monkeypatch, scheduler, "work_tile_of groups", dbias_reduce)
+    key_tile = lambda b, hk, n0, *more: SimpleNamespace(b=b, hk=hk, n0=n0, place=more[4])  # noqa: E731
+    monkeypatch.setattr(scheduler, "key_tile", key_tile)
+    as_python(monkeypatch, scheduler, "work_tile_of groups bias_of_tile", dbias_reduce)
     return gl
 
 

@@ -14,6 +14,7 @@ from tilewise.layouts.nvmma import nvmma_shared_layout
 pytest.importorskip("triton")
 
 from tilewise.backends.gluon.sm90.backward import dq as dq_accum
+from tilewise.backends.gluon.sm90.backward import scheduler
 
 # rows, columns of a part, warps: of heads of 32 by one and by two warpgroups, of 64, 128 and 256 dimensions, of strips
 TILES = [(64, 32, 4), (64, 32, 8), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8), (128, 64, 8)]
@@ -76,14 +77,19 @@ def test_no_bank_twice(rows, columns, warps):
             assert (in_rows.wavefronts, in_rows.ideal) == (4, 2)
 
 
+@pytest.mark.parametrize("biases", [False, 2])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("parts", [1, 3, 5, 17])
-def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, heads):
+def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, heads, biases):
     """dQ of the heads that a group's programs finish, from a pipeline of the sum: rows and columns past the end of a
     head are not written, and nothing of other heads is."""
     B, H, group, M, D, scale = 4, 4, 2, 150, 24, 0.5
-    c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4, ELEMENTS=2)
-    sizes = SimpleNamespace(batch=B, kv_heads=H // group, group=group, queries=M, row_tiles=3, zeroed=6)
+    c = SimpleNamespace(BLOCK_M=64, BLOCK_D=32, WARPS=4, ELEMENTS=2, BIAS_BATCH=biases)
+    sizes = SimpleNamespace(
+        batch=B, kv_heads=H // group, group=group, queries=M, row_tiles=3, zeroed=6, broadcast_batch=2, run=1
+    )
+    # Batch element at each place of the pairs that programs have; with two biases each is for one element.
+    element_of = {0: 0, 2: 1} if biases else {0: 0, 1: 1, 2: 2}
     expected = torch.randn(B, H, M, D, generator=torch.Generator().manual_seed(0))
     given = torch.zeros(B, H, 192, 32)
     given[:, :, :M, :D] = expected
@@ -131,7 +137,9 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
     copies = SimpleNamespace(commit_group=lambda: None, wait_group=wait_group)
     monkeypatch.setattr(dq_accum, "async_copy", copies)
     monkeypatch.setattr(dq_accum, "async_load", copy)
-    as_python(monkeypatch, dq_accum, "in_rows strips_at")
+    monkeypatch.setattr(dq_accum.gl, "where", lambda c, x, y: x if c else y, raising=False)
+    as_python(monkeypatch, dq_accum, "in_rows strips_at element_at")
+    monkeypatch.setattr(scheduler, "gl", dq_accum.gl)
     dq = torch.zeros(B, H, M, D)
     layout = SimpleNamespace(pointer=Pointer(0), stride0=H * M * D, stride1=M * D, stride2=D)
     places, written = sizes.zeroed * group * sizes.row_tiles, 0
@@ -148,13 +156,13 @@ def test_earlier_heads_are_finished_and_their_places_zeroed(monkeypatch, parts, 
         sums = sums.flatten()
         for part in range(parts):
             dq_accum.finish_heads.fn(
-                first, heads, part, parts, 0, layout, B - 1, D, True, SimpleNamespace(scale=scale), sizes, c
+                first, heads, part, parts, 0, layout, len(element_of), D, True, SimpleNamespace(scale=scale), sizes, c
             )
         assert torch.equal(sums, left.flatten())
-        for b, of in found:
-            if b < B - 1:  # of an element without a batch element nothing leaves
+        for place, of in found:
+            if place in element_of:  # else nothing leaves
                 written += group
-                assert torch.equal(dq[b, of], expected[b, of] * scale)
+                assert torch.equal(dq[element_of[place], of], expected[place, of] * scale)
         assert (dq != 0).all((2, 3)).sum() == written
 
 

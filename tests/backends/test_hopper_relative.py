@@ -123,6 +123,7 @@ def plain(monkeypatch):
         for name in names.split():
             users = (relative, tile_scheduler, bias_tiles, forward_kernel)
             as_python(monkeypatch, module, name, *(user for user in users if hasattr(user, name)))
+    as_python(monkeypatch, score, "bias_of", bias_tiles)
     as_python(monkeypatch, packed, "box_of", bias_tiles, range_tiles)
     monkeypatch.setattr(packed, "RAGGED_AXIS", 1 << 30)
     as_python(monkeypatch, packed_values, "first_column", relative)

@@ -32,7 +32,9 @@ def plain(monkeypatch):
     """The functions of the kernels as Python functions."""
     kernel_stubs.replace(monkeypatch, scheduler, dbias_reduce, gl=gluon())
     monkeypatch.setattr(scheduler, "query_tiles", tiles.query_tiles)
-    names = "head_and_tile group_of heads_at_once key_tile groups_per_broadcast groups done_at head_of row_tile"
+    names = (
+        "head_and_tile group_of heads_at_once key_tile groups_per_broadcast groups done_at head_of row_tile element_at"
+    )
     as_python(monkeypatch, scheduler, names)
     as_python(monkeypatch, dbias_reduce, "ROWS COLS")
 

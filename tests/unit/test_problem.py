@@ -416,6 +416,20 @@ def test_a_mask_that_repeats(n, period):
             Problem.of(q, k, k, None, zeros(*shape, dtype=torch.bool), None, None, None, None, None, score)
 
 
+@pytest.mark.parametrize(("n", "batch"), [(1, False), (2, 2), (3, 3), (6, True)])
+def test_a_bias_of_runs(n, batch):
+    """Batch element b has bias b // (6 // n), of five dimensions; a caller passes these by more leading dimensions."""
+    q, k, score = zeros(6, H, M, D), zeros(6, HKV, N, D), Score(1.0, None, Band())
+    described = Problem.of(q, k, k, zeros(n, 1, 1, M, N), None, None, None, None, None, None, score)
+    assert described.bias == TensorSpec(torch.float32, n, 1, M, N)
+    assert (type(described.bias_batch), described.bias_batch) == (type(batch), batch)
+    assert described.bias_in_runs == (type(batch) is int)
+    assert described.broadcast_group(described.bias).batch == 6 // n
+    for shape in ((4, 1, 1, M, N), (2, 3, 1, M, N), (0, 1, 1, M, N), (2, 1, 1, 1, N), (2, 1, 1, M, M)):
+        with pytest.raises(ValueError, match=r"bias: shape .* does not"):
+            Problem.of(q, k, k, zeros(*shape), None, None, None, None, None, None, score)
+
+
 @pytest.mark.parametrize("axis", ["batch", "heads", "queries", "keys"])
 def test_zero_sizes_are_empty_problems(axis):
     shape = {"batch": B, "heads": H, "queries": M, "keys": N} | {axis: 0}

@@ -94,6 +94,8 @@ def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         mask = mask.repeat(problem.batch // mask.shape[0], 1, 1, 1)
     if mask is not None:
         visible = visible & _per_head(problem, mask)
+    if problem.bias_in_runs and bias is not None:
+        bias = bias.repeat_interleave(problem.batch // bias.shape[0], 0)
     added = [] if bias is None else [bias]
     if parts is not None:
         added += [x for _, x in parts.vectors()]
@@ -159,7 +161,9 @@ def _per_head(problem: Problem, x: Tensor) -> Tensor:
 
 
 def _sum_to(x: Tensor, problem: Problem, shape: torch.Size) -> Tensor:
-    """Sum (B, H, ...) over each axis on which ``shape`` broadcasts, and over the heads of a group."""
+    """Sum (B, H, ...) over each axis on which ``shape`` broadcasts, over the heads of a group and runs of the batch."""
+    if shape[0] not in (1, x.shape[0]):
+        x = x.unflatten(0, (shape[0], -1)).sum(1)
     B, H = x.shape[:2]
     if shape[1] not in (1, H):
         x = x.reshape(B, shape[1], H // shape[1], *x.shape[2:]).sum(2)

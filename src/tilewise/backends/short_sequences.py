@@ -17,7 +17,7 @@ def fit_tiles(problem: Problem) -> bool:
         return False
     if p.score.dropout or p.group != 1 or p.few_queries or p.batch * p.heads < LEAST_SEQUENCES:
         return False
-    if p.bias is not None and p.bias.axes != BiasKind.MATRIX:
+    if p.bias is not None and (p.bias.axes != BiasKind.MATRIX or p.bias_in_runs):
         return False
     small = max(p.queries, p.keys) <= MOST and max(p.head_dim, p.value_dim) <= MOST_WIDTH
     return small and p.dtype.itemsize == 2

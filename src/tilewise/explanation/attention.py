@@ -116,7 +116,7 @@ def explain(
     with torch.enable_grad():  # bias components computed from a trained table must require grad too
         if isinstance(q, Tensor) and q.dim() > 4:
             split = split_leading(q, k, v, bias=bias, mask=mask, sink=sink, ordered=dropout_p != 0)
-            calls, call = split.way.calls, read_flattened(split.calls[0], split.repeats, options)
+            calls, call = split.way.calls, read_flattened(split.calls[0], options)
         else:
             call = read_call(q, k, v, bias=bias, mask=mask, sink=sink, **options)  # type: ignore[arg-type]
     problem, name = _problem_of(call, device)

@@ -81,6 +81,8 @@ def _lines(e: Explanation) -> Iterator[str]:
         if x is not None:
             grad = ", with its gradient" if name == "bias" and p.bias_grad else ""
             repeats = ", repeated along the batch" if name == "mask" and p.mask_repeats else ""
+            if name == "bias" and p.bias_in_runs:
+                repeats = f", each for {p.batch // x.batch} batch elements"
             yield f"  {name} {x.shape} {dtype_name(x.dtype)}{grad}{repeats}"
     if p.parts is not None:
         for name, x in p.parts.named():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Inputs
+from tilewise.bias.low_rank import LowRankBias
 from tilewise.bias.terms import Term
 from tilewise.frontend.arguments import Bias, Call, Mask, Seed, check_inputs, read_call, with_seed
 from tilewise.frontend.call_cache import cache_call
@@ -29,12 +30,13 @@ def attention_of_leading(
     """Return ``attend`` of q (..., H, M, D); ``attend`` takes (B, H, M, D). Errors as for `tilewise.attention`.
 
     No tensor is copied or expanded. A single call suffices if views can merge each tensor's leading dimensions, in
-    row-major order or in the order of q's strides; each tensor must be full, or broadcast, along all of them, and a
-    mask may also broadcast along the first of them only. Otherwise the dimensions that give the fewest calls are split.
+    row-major order or in the order of q's strides; each tensor must be full, or broadcast, along all of them. A mask
+    may also broadcast along the first of them only, and one matrix bias along the last of them only. Otherwise the
+    dimensions that give the fewest calls are split.
     arguments: the key under which ``attend`` caches a call, or None.
     """
     split = split_leading(q, k, v, bias=bias, mask=mask, sink=sink, ordered=dropout_p != 0)
-    way, repeats = split.way, split.repeats
+    way, whole = split.way, split.whole
     if way.calls > 1 and dropout_seed is not None and dropout_p != 0:
         raise NotImplementedError(
             f"dropout_seed: says what one call drops, and this one is computed in {way.calls} parts, for the leading "
@@ -42,18 +44,18 @@ def attention_of_leading(
             "draws one of its own"
         )
     options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
-    if repeats:
-        check_inputs(q, k, v, bias, mask, sink)
+    if whole:
+        check_inputs(q, k, v, bias, mask if isinstance(mask, Tensor) else None, sink)
     if arguments is not None and way.in_order and _are_tensors(bias, mask):
         (flattened,) = split.calls
-        whole = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
-        cached = cache_call(whole, arguments, return_lse, read_flattened(flattened, repeats, options))
+        given = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
+        cached = cache_call(given, arguments, return_lse, read_flattened(flattened, options))
         if cached is not None:
             return cached if return_lse else cached[0]
     found: list[Any] = []
     for inputs in split.calls:
-        if repeats:
-            call = read_flattened(inputs, repeats, options)
+        if whole:
+            call = read_flattened(inputs, options)
             o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
             found.append((o, lse) if return_lse else o)
         else:
@@ -67,12 +69,12 @@ def attention_of_leading(
 class LeadingSplit(NamedTuple):
     """Calls that compute attention with more leading dimensions, with the caller's kinds of bias and mask.
 
-    repeats: the mask of the only call is (1, n, H, M, N) and repeats along the batch.
+    whole: there is one call, whose mask (1, n, H, M, N) or bias (n, 1, H, M, N) has an axis more, see `spec.checks`.
     """
 
     way: _Way
     calls: list[Inputs]
-    repeats: bool
+    whole: bool
 
 
 def split_leading(
@@ -87,27 +89,47 @@ def split_leading(
     terms = [limits.bias(x, q) for x in (bias if isinstance(bias, (tuple, list)) else [bias])]
     given = [q, k, v, limits.mask(mask), limits.sink(sink), *terms]
     tensors = {i: x for i, x in enumerate(given) if _has_leading(x, len(lead))}
-    way, repeated = _way_of(lead, list(tensors.values()), ordered), None
-    if way.calls > 1 and 3 in tensors:
-        one = _way_of(lead, [x for i, x in tensors.items() if i != 3], ordered)
-        repeated = one.repeated(tensors[3])
-        way = way if repeated is None else one
-    parts = {i: [repeated] if i == 3 and repeated is not None else way.apart(x) for i, x in tensors.items()}
+    way = _way_of(lead, list(tensors.values()), ordered)
+    apart: dict[int, Tensor] = {}
+    if way.calls > 1:
+        matrix = _only_matrix(terms, limits.sizes)
+        ways = {3: _Way.repeated} | ({} if matrix is None else {5 + matrix: _Way.in_runs})
+        ways = {i: how for i, how in ways.items() if i in tensors}
+        for chosen in [[i] for i in ways] + [list(ways)] * (len(ways) > 1):
+            one = _way_of(lead, [x for i, x in tensors.items() if i not in chosen], ordered)
+            found = {i: ways[i](one, tensors[i]) for i in chosen}
+            if all(x is not None for x in found.values()):
+                way, apart = one, {i: x for i, x in found.items() if x is not None}
+                break
+    parts = {i: [apart[i]] if i in apart else way.apart(x) for i, x in tensors.items()}
     calls = []
     for n in range(way.calls):
         own_q, own_k, own_v, own_mask, own_sink, *own = [parts[i][n] if i in parts else x for i, x in enumerate(given)]
         calls.append(Inputs(own_q, own_k, own_v, tuple(own) if several else own[0], own_mask, own_sink))  # type: ignore[arg-type]
-    return LeadingSplit(way, calls, repeated is not None)
+    return LeadingSplit(way, calls, bool(apart))
 
 
-def read_flattened(inputs: Inputs, repeats: bool, options: dict[str, Any]) -> Call:
-    """Return `read_call` of one of the calls. repeats: its mask repeats along the batch."""
+def read_flattened(inputs: Inputs, options: dict[str, Any]) -> Call:
+    """Return `read_call` of one of the calls, in which a bias or a mask may have an axis more, see `LeadingSplit`."""
     q, k, v, bias, mask, sink, *_ = inputs
-    if not repeats:
-        return read_call(q, k, v, bias=bias, mask=mask, sink=sink, **options)
-    call = read_call(q, k, v, bias=bias, mask=None, sink=sink, **options)
-    assert isinstance(mask, Tensor)
-    return call._replace(inputs=call.inputs._replace(mask=mask))
+    given: Any = bias
+    terms = given if isinstance(given, (tuple, list)) else [given]
+    matrices = [x for x in terms if isinstance(x, Tensor) and x.dim() == 5]
+    if matrices:  # read with the first in its place, which becomes the bias whatever else there is
+        read = tuple([x[0] if x is matrices[0] else x for x in terms])
+        given = read if isinstance(given, (tuple, list)) else read[0]
+    repeats = isinstance(mask, Tensor) and mask.dim() == 5
+    call = read_call(q, k, v, bias=given, mask=None if repeats else mask, sink=sink, **options)
+    if matrices:
+        call = call._replace(inputs=call.inputs._replace(bias=matrices[0]))
+    return call._replace(inputs=call.inputs._replace(mask=mask)) if repeats else call
+
+
+def _only_matrix(terms: Sequence[Any], sizes: Sizes) -> int | None:
+    """Return the index of the only matrix of queries and keys; None without one, or if others are added to it."""
+    found = [i for i, x in enumerate(terms) if isinstance(x, Tensor) and tuple(x.shape[-2:]) == (sizes.M, sizes.N)]
+    alone = not any(isinstance(x, LowRankBias) for x in terms) and min(sizes.M, sizes.N) > 1
+    return found[0] if len(found) == 1 and alone else None
 
 
 class _Way(NamedTuple):
@@ -140,6 +162,20 @@ class _Way(NamedTuple):
         if not dims or not _merges(x, tuple(dims), tuple(sizes)) or x.shape[dims[0]] == 1:
             return None
         return x.reshape(1, _product([sizes[i] for i in dims]), *x.shape[len(sizes) :])
+
+    def in_runs(self, bias: Tensor) -> Tensor | None:
+        """Return a view (n, 1, ...) of a bias that is full along the first merged dimensions and shared along the
+        others, so that runs of batch elements share it; None for other biases, or if there are several calls."""
+        sizes = [self.lead[i] for i in self.merged]
+        if self.split or 0 in sizes:
+            return None
+        x = bias.permute(*self.merged, *range(len(self.merged), bias.dim()))
+        dims = [i for i, size in enumerate(sizes) if size != 1]
+        while dims and x.shape[dims[-1]] == 1:
+            del dims[-1]
+        if not dims or not _merges(x, tuple(dims), tuple(sizes)) or x.shape[dims[0]] == 1:
+            return None
+        return x.reshape(_product([sizes[i] for i in dims]), 1, *x.shape[len(sizes) :])
 
     def apart(self, x: Tensor) -> list[Tensor]:
         """Return views (batch or 1, ...) of ``x``, one for each call."""

@@ -72,8 +72,7 @@ def triangle_attention(
 
     A query that sees no key gives 0, zero gradients and an lse of -inf, or 0 if its ``kv_lengths`` is 0, as in
     cuEquivariance. cuEquivariance replaces scores that ``mask`` hides by -1e9, so a fully masked row there gives the
-    mean of the values. With B above 1 this is B calls, as the bias is shared along N and the mask is not; see
-    `tilewise.attention`. Nothing is copied either way.
+    mean of the values. This is one call for any B, and copies nothing.
 
     Raises:
         ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
@@ -132,8 +131,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         (B, N, L, H, D) in Q's dtype, contiguous.
 
     If biases hide all keys of a query by -inf, it gives 0 and zero gradients; DeepSpeed gives NaN. -1e9 in place of
-    -inf is an ordinary number, except in float16, where it is -inf. With both biases and B above 1 this is B calls, as
-    they are shared along different dimensions; see `tilewise.attention`.
+    -inf is an ordinary number, except in float16, where it is -inf. This is one call for any B.
 
     Raises:
         ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.
@@ -252,7 +250,7 @@ def attention_pair_bias(
     Returns:
         q's shape with Dv in place of D, in q's dtype. A query that sees no key gives 0.
 
-    With samples and B above 1 this is B calls; see `tilewise.attention`.
+    With B above 1 and a mask that the samples share this is B calls; see `tilewise.attention`.
 
     Raises:
         ValueError, TypeError: an invalid argument; the message names it, its value and what is allowed.

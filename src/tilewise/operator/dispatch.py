@@ -123,15 +123,26 @@ def _prepare_forward(plan: Plan, inputs: Inputs) -> Forward:
 
 
 def _repeats(inputs: Inputs) -> bool:
-    """True if the mask is (1, n, H, M, N), see `checks.check_repeated`."""
-    return inputs.mask is not None and inputs.mask.dim() == 5
+    """True if the mask is (1, n, H, M, N) or the bias (n, 1, H, M, N), see `checks.check_repeated` and `in_runs`."""
+    bias, mask = inputs.bias, inputs.mask
+    return (mask is not None and mask.dim() == 5) or (bias is not None and bias.dim() == 5)
 
 
 def _with_matrices(inputs: Inputs) -> Inputs:
-    """Return the inputs with a repeated mask as (n, H, M, N); how often it repeats is in `Problem.mask_period`."""
-    if inputs.mask is None or not _repeats(inputs):
-        return inputs
-    return inputs._replace(mask=inputs.mask.view(inputs.mask.shape[1:]))
+    """Return the inputs with bias and mask as (n, H, M, N); `Problem.bias_batch` and `mask_period` know the rest."""
+    bias, mask = inputs.bias, inputs.mask
+    if mask is not None and mask.dim() == 5:
+        inputs = inputs._replace(mask=mask.view(mask.shape[1:]))
+    if bias is not None and bias.dim() == 5:
+        inputs = inputs._replace(bias=bias.squeeze(1))
+    return inputs
+
+
+def _like_inputs(found: Gradients, inputs: Inputs) -> Gradients:
+    """Return the gradients with that of the bias in the bias's shape."""
+    if found.bias is None or inputs.bias is None or inputs.bias.dim() != 5:
+        return found
+    return found._replace(bias=found.bias.unsqueeze(1))
 
 
 def _empty_forward(problem: Problem, inputs: Inputs) -> Outputs:
@@ -165,4 +176,4 @@ def _prepare_backward(plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: 
     run = plan.backward_module.prepare["backward"](problem, _with_matrices(inputs), outputs, cotangents, needs)
     if not _repeats(inputs):
         return run
-    return lambda inputs, outputs, cotangents: run(_with_matrices(inputs), outputs, cotangents)
+    return lambda inputs, outputs, cotangents: _like_inputs(run(_with_matrices(inputs), outputs, cotangents), inputs)

@@ -37,6 +37,8 @@ def attention(
     s = _wide(q.unflatten(1, (kv_heads, group)) @ k.unsqueeze(2).transpose(-1, -2)) * score.scale
     s = transform(s, score)
     if bias is not None:
+        if bias.dim() == 5:  # (n, 1, H, M, N): each for a run of batch elements
+            bias = bias[:, 0].repeat_interleave(q.shape[0] // bias.shape[0], 0)
         s = s + grouped(bias)
     if parts is not None:
         M, N = q.shape[2], k.shape[2]

@@ -70,6 +70,13 @@ def check_repeated(x: Tensor, sizes: Sizes, device: torch.device) -> None:
         raise ValueError(f"mask: shape {_shape(x)} does not repeat along a batch of {sizes.B}")
 
 
+def check_in_runs(x: Tensor, sizes: Sizes, device: torch.device) -> None:
+    """Raise unless a bias is (n, 1, H|Hkv|1, M, N), for n runs of batch elements: b has bias b // (B // n)."""
+    if x.shape[1] != 1 or x.shape[0] == 0 or sizes.B % x.shape[0] != 0 or tuple(x.shape[3:]) != (sizes.M, sizes.N):
+        raise ValueError(f"bias: shape {_shape(x)} does not divide a batch of {sizes.B} into runs")
+    _check_operand("bias", x[:1, 0], sizes, device)
+
+
 def check_broadcast(name: str, x: Tensor, lead: tuple[int, ...], sizes: Sizes) -> None:
     """Raise unless a bias or mask broadcasts to (*lead, H|Hkv, M, N)."""
     if not _broadcasts(x, lead, sizes):

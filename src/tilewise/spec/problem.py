@@ -20,6 +20,7 @@ from tilewise.spec.checks import (
     _check_distances,
     _check_operand,
     _shape,
+    check_in_runs,
     check_lengths,
     check_qkv,
     check_repeated,
@@ -98,9 +99,21 @@ class Problem:
             return False
         return self.mask.batch if self.mask_repeats else self.mask.batch > 1
 
+    @property
+    def bias_in_runs(self) -> bool:
+        """True if batch element b has bias b // (batch // n), with n biases for more batch elements."""
+        return self.bias is not None and 1 < self.bias.batch < self.batch
+
+    @property
+    def bias_batch(self) -> int | bool:
+        """Return n if runs of batch elements share a bias, True if each has its own, False if all share one."""
+        if self.bias is None:
+            return False
+        return self.bias.batch if self.bias_in_runs else self.bias.batch > 1
+
     def broadcast_group(self, x: TensorSpec) -> BroadcastGroup:
         """Return the broadcast group of the bias or the mask."""
-        batch = self.batch if x.batch == 1 else 1
+        batch = self.batch // x.batch
         if x.heads == 1:
             return BroadcastGroup(batch, self.heads, self.kv_heads)
         return BroadcastGroup(batch, self.group if x.heads == self.kv_heads else 1, 1)
@@ -239,6 +252,9 @@ class _Operands:
         if name == "mask" and x.dim() == 5 and self.totals is None:
             check_repeated(x, self.sizes, self.device)
             return TensorSpec(x.dtype, *x.shape[1:])
+        if name == "bias" and x.dim() == 5 and self.totals is None:
+            check_in_runs(x, self.sizes, self.device)
+            return TensorSpec(x.dtype, x.shape[0], *x.shape[2:])
         _check_operand(name if name in ("bias", "mask") else "bias", x, self.sizes, self.device)
         return TensorSpec(x.dtype, *x.shape)
 

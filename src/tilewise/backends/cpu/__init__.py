@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, sequences, sink_gradient
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, runs, sequences, sink_gradient
 from tilewise.backends.cpu import fused, tiled
 from tilewise.backends.cpu.parts import minus_delta
 from tilewise.backends.protocol import Pass, at_once
@@ -54,8 +54,8 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
         return gradients
 
 
-# A packed batch is computed one run of equal-length sequences at a time.
+# A packed batch is computed one run of equal-length sequences at a time, and so are batch elements that share a bias.
 prepare = {
-    "forward": at_once(partial(sequences.forward, forward)),
-    "backward": at_once(partial(sequences.backward, backward)),
+    "forward": at_once(partial(sequences.forward, partial(runs.forward, forward))),
+    "backward": at_once(partial(sequences.backward, partial(runs.backward, backward))),
 }

@@ -144,6 +144,16 @@ def score_tile_gradient(ds, slope, terms):
 
 
 @gluon.jit
+def bias_of(b, batch, c):
+    """Return the index of a batch element's bias; ``batch``: the number of elements."""
+    if c.BIAS_BATCH > 1:  # as many biases, each for a run of elements
+        b = b // (batch // c.BIAS_BATCH)
+    elif not c.BIAS_BATCH:
+        b = 0
+    return b
+
+
+@gluon.jit
 def mask_of(b, h, heads, c):
     """Return the index of a head's mask, counted over the mask's batch elements and heads."""
     if c.MASK_BATCH > 1:  # as many masks, which repeat along the batch

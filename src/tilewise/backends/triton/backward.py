@@ -231,7 +231,7 @@ def _add_queries(dq_accum, value, b, h, m0, sizes, c, block=0):
 def _give_bias(dbias, how, start, db, b, h, m0, n0, sizes, c):
     """Store one transposed tile's bias gradient, or add it atomically if several tiles share it."""
     if c.DBIAS_TMA:
-        mb, mh = matrix_of(how, b, h)
+        mb, mh = matrix_of(how, b, h, sizes.batch)
         value = tl.trans(db).to(dbias.dtype).reshape([1, 1, c.BLOCK_M, c.BLOCK_N])
         if c.DBIAS == "store":
             dbias.store([mb, mh, m0, n0], value)

@@ -419,7 +419,7 @@ class TritonBackward:
         def ordered(x: Tensor, name: str) -> Launch:
             operand = problem.bias if name == "bias" else getattr(problem.parts, name)
             assert isinstance(operand, TensorSpec)
-            how = constants(broadcast(operand, problem.broadcast_group(operand), False, packed_layout(problem, name)))
+            how = constants(_how(problem, name, operand, False))
             matrices, axis = operand.batch * operand.heads, tuple[str, ...]()
             if name == "toeplitz":
                 kernel, programs = diagonal_gradient_kernel, triton.cdiv(operand.cols, config.block_n)
@@ -626,7 +626,12 @@ def _broadcast(
     tma = (
         operand.axes == BiasKind.MATRIX and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
     )
+    return _how(problem, name, operand, tma)._replace(FLAT=flat and operand.axes == BiasKind.MATRIX)
+
+
+def _how(problem: Problem, name: str, operand: TensorSpec, tma: bool) -> Broadcast:
+    """Return how a bias, mask or bias component broadcasts."""
     how = broadcast(operand, problem.broadcast_group(operand), tma, packed_layout(problem, name))
     if name == "mask":
-        how = how._replace(BATCH=problem.mask_period)
-    return how._replace(FLAT=flat and operand.axes == BiasKind.MATRIX)
+        return how._replace(BATCH=problem.mask_period)
+    return how._replace(BATCH=problem.bias_batch, RUNS=problem.bias_in_runs) if name == "bias" else how

@@ -146,7 +146,8 @@ def _sum_over_broadcast(acc, call, seed, states, lengths, mb, mh, place, how, KI
     call: `Reads` of all batch elements. place, KIND: elements of the matrix, see `_add_bias`, `_add_diagonals` and
     `_add_distances`. how: `Broadcast`.
     """
-    for jb in range(0, 1 if how.BATCH else sizes.batch):
+    ONE: tl.constexpr = how.BATCH and not how.RUNS
+    for jb in range(0, 1 if ONE else sizes.batch // max(how.BATCH, 1)):
         for jh in range(0, how.GROUP):
             b = mb + jb
             h = mh * how.GROUP + jh
@@ -228,9 +229,12 @@ def bias_gradient_kernel(q, k, v, do, lse2, delta, bias, mask, seed, parts, stat
 
 @triton.jit
 def _matrix_of(number, how, sizes):
-    """Return the batch element and head of a matrix from its number."""
+    """Return the first batch element and the head of a matrix from its number."""
     matrices = sizes.heads // how.GROUP
-    return number // matrices, number % matrices
+    b = number // matrices
+    if how.RUNS:
+        b = b * (sizes.batch // how.BATCH)
+    return b, number % matrices
 
 
 @triton.jit

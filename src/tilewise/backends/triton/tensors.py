@@ -29,6 +29,7 @@ class Broadcast(NamedTuple):
     TMA: Any
     LAYOUT: Any = "padded"  # in a packed batch: "padded", "packed" along its axis, or "pairs", a matrix per sequence
     FLAT: Any = False  # neighbours in a row are neighbours in a warp, see `flat_place`
+    RUNS: Any = False  # n matrices do not repeat: each is that of a run of batch elements, see `Problem.bias_batch`
 
 
 class Starts(NamedTuple):
@@ -259,7 +260,7 @@ def load_sink(x, b, h, m, sizes):
 @triton.jit
 def operand_place(x, how, start, b, h, sizes):
     """Return the pointer and the (query, key) strides of the bias or mask matrix that (b, h) uses."""
-    mb, mh = matrix_of(how, b, h)
+    mb, mh = matrix_of(how, b, h, sizes.batch)
     place = x.pointer + tl.cast(mb, tl.int64) * x.stride0 + tl.cast(mh, tl.int64) * x.stride1
     stride2, stride3 = x.stride2, x.stride3
     if how.LAYOUT == "pairs":
@@ -287,11 +288,11 @@ def flat_place(place, stride2, m0, n0, M: tl.constexpr, N: tl.constexpr, sizes, 
 
 
 @triton.jit
-def matrix_of(how, b, h):
-    """Return the batch and head index of the bias or mask matrix that (b, h) uses."""
+def matrix_of(how, b, h, batch):
+    """Return the batch and head index of the bias or mask matrix that (b, h) uses; b: of ``batch``."""
     mb = b if how.BATCH else b * 0
     if how.BATCH > 1:
-        mb = b % how.BATCH
+        mb = b // (batch // how.BATCH) if how.RUNS else b % how.BATCH
     return mb, h // how.GROUP
 
 
@@ -305,7 +306,7 @@ def load_operand(x, how, start, at, n0, cols, TAIL: tl.constexpr, sizes, c):
     m0, rows = at.m0, at.rows
     head = at.first_head if how.GROUP > 1 else at.head
     if how.TMA:
-        mb, mh = matrix_of(how, at.b, head)
+        mb, mh = matrix_of(how, at.b, head, sizes.batch)
         BM: tl.constexpr = rows.numel
         BN: tl.constexpr = cols.numel
         tile = x.load([mb, mh, m0, n0]).reshape([BM, BN])

@@ -13,7 +13,7 @@ from tilewise.backends.triton.tensors import matrix_of
 def listed_pairs(x, how, at, n0, cols, sizes):
     """Return the visible pairs of a tile; indices past an end are clamped. at: `QueryRows`."""
     head = at.first_head if how.GROUP > 1 else at.head
-    mb, mh = matrix_of(how, at.b, head)
+    mb, mh = matrix_of(how, at.b, head, sizes.batch)
     matrix = tl.cast(mb, tl.int64) * (sizes.heads // how.GROUP) + mh
     m = tl.minimum(at.m0 + at.rows, sizes.queries - 1)
     n = tl.minimum(n0 + cols, sizes.keys - 1)

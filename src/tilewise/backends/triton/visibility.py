@@ -63,7 +63,7 @@ def listed_walk(lists, tile, b, h, BY_KEYS: tl.constexpr, FULL: tl.constexpr, AP
     """
     m_tiles, n_tiles = tl.cdiv(sizes.queries, c.BLOCK_M), tl.cdiv(sizes.keys, c.BLOCK_N)
     count, others = (n_tiles, m_tiles) if BY_KEYS else (m_tiles, n_tiles)
-    mb, mh = matrix_of(c.MASK_HOW, b, h)
+    mb, mh = matrix_of(c.MASK_HOW, b, h, sizes.batch)
     matrix = tl.cast(mb, tl.int64) * (sizes.heads // c.MASK_HOW.GROUP) + mh
     at = lists + (matrix * count + tile) * (others + AROUND)
     full, whole = 0, 0
@@ -113,7 +113,7 @@ def state_of(states, b, h, m, n, sizes, c):
     """Load the mask's state of one tile."""
     m_count = tl.cdiv(sizes.queries, c.BLOCK_M) if c.MASK_HOW.ROWS else 1
     n_count = tl.cdiv(sizes.keys, c.BLOCK_N) if c.MASK_HOW.COLS else 1
-    mb, mh = matrix_of(c.MASK_HOW, b, h)
+    mb, mh = matrix_of(c.MASK_HOW, b, h, sizes.batch)
     matrix = tl.cast(mb, tl.int64) * (sizes.heads // c.MASK_HOW.GROUP) + mh
     row = matrix * m_count
     if c.MASK_HOW.ROWS:

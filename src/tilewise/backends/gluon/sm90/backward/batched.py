@@ -46,6 +46,7 @@ from tilewise.backends.gluon.sm90.backward.kernel import (
 )
 from tilewise.backends.gluon.sm90.backward.m_subtiles import QueryStages
 from tilewise.backends.gluon.sm90.backward.scheduler import (
+    bias_of_tile,
     counters_at,
     head_of,
     of_element,
@@ -138,9 +139,15 @@ def load_elements(x, elements, tile_indices, counts, terms, sizes, c):
     hand_out_tile_index(tile_indices, nth, tile_index)
     while tile_index * c.ELEMENTS < work_tile_count(x, sizes, c):
         first = work_tile_at(tile_of_element(tile_index, 0, c), x, terms, sizes, c)
+        bias_b = bias_of_tile(first, sizes, c)
         for element in gl.static_range(c.ELEMENTS):
             fetch_keys_of(
-                of_element(first, element), nth, x, elements[element].k_pipeline, elements[element].v_pipeline, c
+                of_element(first, element, sizes, c),
+                nth,
+                x,
+                elements[element].k_pipeline,
+                elements[element].v_pipeline,
+                c,
             )
         # Elements add to dQ only after the loads below. If they waited themselves, they would wait for all of their
         # earlier additions too.
@@ -159,10 +166,12 @@ def load_elements(x, elements, tile_indices, counts, terms, sizes, c):
                 slot = slot_of(bias_pipeline, step)
                 mbarrier.wait(bias_pipeline.empty.index(slot), (use_of(bias_pipeline, step) & 1) ^ 1)
                 mbarrier.expect(bias_pipeline.full.index(slot), x.bias.block_type.nbytes)
-                at = box_of(0, 0, 0, h // c.BIAS_GROUP, m * c.BLOCK_M, c, first.n0)
+                at = box_of(0, 0, bias_b, h // c.BIAS_GROUP, m * c.BLOCK_M, c, first.n0)
                 tma_load(x.bias, at, bias_pipeline.full.index(slot), bias_pipeline.slots.index(slot))
                 for element in gl.static_range(c.ELEMENTS):
-                    load_step(x, elements[element].rows, counts, of_element(first, element), h, m, step, sizes, c)
+                    load_step(
+                        x, elements[element].rows, counts, of_element(first, element, sizes, c), h, m, step, sizes, c
+                    )
                 step += 1
         tile_index = next_index
         nth += 1
@@ -179,7 +188,7 @@ def finish_and_store(x, elements, dq, tile_indices, counts, terms, sizes, c):
         first = work_tile_at(tile_of_element(tile_index, 0, c), x, terms, sizes, c)
         for element in gl.static_range(c.ELEMENTS):
             store_keys_of(
-                of_element(first, element), nth, x, elements[element].dq_pipeline, elements[element].shared, c
+                of_element(first, element, sizes, c), nth, x, elements[element].dq_pipeline, elements[element].shared, c
             )
         tma.store_wait(0)  # dK and dV have left shared memory
         for element in gl.static_range(c.ELEMENTS):
@@ -242,14 +251,19 @@ def add_elements(x, elements, dbias, tile_indices, terms, sizes, c):
     tile_index = next_tile_index(0, nth, tile_indices, c)
     while tile_index * c.ELEMENTS < work_tile_count(x, sizes, c):
         first = work_tile_at(tile_of_element(tile_index, 0, c), x, terms, sizes, c)
-        present = x.k.shape[0] - first.b  # batch elements from the first of this program on
+        # Batch elements from the first of this program on, of those that share its bias.
+        present = x.k.shape[0] - first.b
+        matrices = dbias.pointer
+        if c.BIAS_BATCH > 1:
+            present = sizes.run - first.place % sizes.broadcast_batch
+            matrices += gl.cast(bias_of_tile(first, sizes, c), gl.int64) * (dbias.stride0 // 4 * 4)
         # Rows of dBias are padded to a multiple of eight elements: // 4 * 4 lets the compiler add four at a time. dS is
         # 0 past the last key.
         inside_cols = (cols // 4 < gl.cdiv(sizes.keys - first.n0, 4))[None, :]
         stride = dbias.stride2 // 4 * 4
         for g in range(sizes.group):
             head = (first.hk * sizes.group + g) // c.BIAS_GROUP
-            at = dbias.pointer + gl.cast(head, gl.int64) * (dbias.stride1 // 4 * 4) + (first.n0 + cols)[None, :]
+            at = matrices + gl.cast(head, gl.int64) * (dbias.stride1 // 4 * 4) + (first.n0 + cols)[None, :]
             for i in range(first.end - first.begin):
                 row0 = (first.end - 1 - i) * c.BLOCK_M
                 pipeline = elements[0].shared.ds_pipeline

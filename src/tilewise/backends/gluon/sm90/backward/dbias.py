@@ -64,7 +64,8 @@ def broadcast_group(problem: Problem) -> ProgramGroup:
     """Return the `ProgramGroup`; in the batched CTA the elements are a group, and their batch is padded."""
     bias = problem.bias
     if is_batched(problem):
-        return ProgramGroup(-(-problem.batch // ELEMENTS) * ELEMENTS, 1, ELEMENTS)
+        assert bias is not None
+        return ProgramGroup(-(-(problem.batch // bias.batch) // ELEMENTS) * ELEMENTS, 1, ELEMENTS)
     if bias is None or bias_axes(problem) != BiasKind.MATRIX:
         return ProgramGroup(1, 1, 1)
     group = problem.broadcast_group(bias)
@@ -91,7 +92,7 @@ def zeroes_ahead(problem: Problem) -> bool:
 def sums_sparsely(problem: Problem) -> bool:
     """True if `sparse_sum` zeroes the sums and casts them; a single sum in dBias's dtype is dBias."""
     bias = problem.bias
-    if problem.mask is None or bias is None or is_batched(problem):
+    if problem.mask is None or bias is None or problem.bias_in_runs or is_batched(problem):
         return False
     if reduction(problem) == DBiasMode.ACCUMULATE:
         return dbias_sums(problem) > 1

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.gluon.compat import tma_load, warps_barrier
 from tilewise.backends.gluon.pipeline import ABSENT, count_up, wait_count
 from tilewise.backends.gluon.sm90.backward.scheduler import (
+    bias_of_tile,
     counters_at,
     group_before,
     groups,
@@ -207,7 +208,8 @@ def reduce_group(dbias_tiles, slots, full, group, part, PARTS: gl.constexpr, ter
         _fetch(dbias_tiles, u, slots, full, place, work_tile, listed, part, sizes, EACH, c)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
     cols = gl.arange(0, COLS, gl.SliceLayout(0, L))
-    at = dbias_tiles.dbias.pointer + gl.cast(work_tile.b, gl.int64) * dbias_tiles.dbias.stride0 + work_tile.n0
+    b = bias_of_tile(work_tile, sizes, c) if c.BIAS_BATCH > 1 else work_tile.b
+    at = dbias_tiles.dbias.pointer + gl.cast(b, gl.int64) * dbias_tiles.dbias.stride0 + work_tile.n0
     total = gl.zeros([ROWS, COLS], gl.float32, L)
     m, g = work_tile.end - 1, 0
     for u in range(count):
@@ -254,7 +256,7 @@ def zero_later_group(dbias, tile_index, counts, terms, sizes, c):
         work_tile = work_tile_of(group, 0, terms, sizes, c)
         rows = gl.arange(0, STEP, gl.SliceLayout(1, L))
         cols = gl.arange(0, c.BLOCK_N, gl.SliceLayout(0, L))
-        at = dbias.pointer + gl.cast(work_tile.b if c.BIAS_BATCH else 0, gl.int64) * dbias.stride0
+        at = dbias.pointer + gl.cast(bias_of_tile(work_tile, sizes, c), gl.int64) * dbias.stride0
         at += work_tile.n0
         inside = gl.max_constancy((cols < sizes.keys - work_tile.n0)[None, :] & (rows >= 0)[:, None], [1, WIDTH])
         for g in range(1 if c.GROUP_BROADCASTS else sizes.group):

@@ -32,6 +32,7 @@ from tilewise.backends.gluon.sm90.backward.m_subtiles import slot_of_keys
 from tilewise.backends.gluon.sm90.backward.scheduler import (
     counters_at,
     done_at,
+    element_at,
     entry_at,
     first_within_reach,
     head_and_tile,
@@ -165,7 +166,10 @@ def finish_heads(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # one warp of wgmma's result
     STRIPS: gl.constexpr = c.BLOCK_D // 8
     group = head // c.ELEMENTS
-    b0, hk = group // sizes.kv_heads * c.ELEMENTS + head % c.ELEMENTS, group % sizes.kv_heads
+    first_place, hk = group // sizes.kv_heads * c.ELEMENTS + head % c.ELEMENTS, group % sizes.kv_heads
+    b0 = element_at(first_place, sizes, c)
+    if c.BIAS_BATCH > 1:  # no element follows the last of its run
+        batch = (first_place // sizes.broadcast_batch + 1) * sizes.run
     nth = gl.arange(0, STRIPS, gl.SliceLayout(1, IN))[:, None]
     within = nth * (c.WARPS * STRIP) + gl.arange(0, STRIP, gl.SliceLayout(0, IN))[None, :]
     row = gl.arange(0, 16, gl.SliceLayout(1, OUT))[:, None]

@@ -85,6 +85,7 @@ from tilewise.backends.gluon.sm90.backward.relative import (
     part_name,
 )
 from tilewise.backends.gluon.sm90.backward.scheduler import (
+    bias_of_tile,
     counters_at,
     entry_at,
     first_of_sum,
@@ -145,7 +146,7 @@ class BackwardConstants(NamedTuple):
     COMPUTING_REGISTERS: Any  # of the batched CTA
     BIAS: Any  # "matrix", "cols" if it varies along the keys only, or "none", also if it is constant along the keys
     BIAS_APART: Any  # the bias and dBias have another dtype than dS, which has its own tile
-    BIAS_BATCH: Any  # the bias differs between batch elements
+    BIAS_BATCH: Any  # see `Problem.bias_batch`
     BIAS_GROUP: Any  # query heads that share a bias
     RELATIVE: Any  # relative position bias, see `backward.relative`
     RANGE_LO: Any  # some visible pairs have a distance below those with an entry
@@ -394,7 +395,7 @@ def bwd_one_m_block(
     if c.ELEMENTS > 1:  # dS is stored, and all warps have read the bias
         mbarrier.arrive(shared.ds_pipeline.full.index(ds_slot), count=1)
         release(rows.bias_pipeline, slot_of(rows.bias_pipeline, step))
-    bias_b = work_tile.b if c.BIAS_BATCH else 0
+    bias_b = bias_of_tile(work_tile, sizes, c)
     if c.DBIAS == "store":
         tma_store(x.dbias, [bias_b, h // c.BIAS_GROUP, m0, work_tile.n0], dbias_tile)
     elif c.DBIAS == "accumulate":

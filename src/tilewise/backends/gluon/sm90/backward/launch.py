@@ -144,9 +144,10 @@ class HopperBackward:
         if (
             self.elements
             and dbias is not None
-            and first + dbias.stride(0) + ZEROED_AT_ONCE.value * row_programs < 2**31
+            and first + dbias.shape[0] * dbias.stride(0) + ZEROED_AT_ONCE.value * row_programs < 2**31
         ):
-            self.dbias_layout, counted = (dbias.shape, dbias.stride(), self.flags + first), first + dbias.stride(0)
+            self.dbias_layout = dbias.shape, dbias.stride(), self.flags + first
+            counted = first + dbias.shape[0] * dbias.stride(0)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
         self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
         self.summary, self.mask = None, None
@@ -265,7 +266,7 @@ class HopperBackward:
             )
         )
         if self.elements and dbias is not None:
-            pieces = dbias.shape[1] * -(-p.queries // CAST_ROWS.value) * -(-p.keys // CAST_COLS.value)
+            pieces = dbias.shape[0] * dbias.shape[1] * -(-p.queries // CAST_ROWS.value) * -(-p.keys // CAST_COLS.value)
             self.after = Launch(
                 last_heads_kernel,
                 sum_tiles // 2 + pieces,
@@ -427,10 +428,15 @@ def _sizes(problem: Problem, config: BackwardConfig, device: torch.device) -> tu
         zeroed = multiprocessors(device) * config.programs + -(-p.keys // config.block_n)
         if config.dq_stored or not config.dq_by_tma:
             zeroed = 1 << 29
-        return BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, zeroed), 0
-    batch = broadcast.batch if config.elements > 1 else p.batch
+        return BackwardSizes(1, p.kv_heads, p.group, *p.totals, row_tiles, key_tiles, 1, 1, 1, 1, zeroed, 1), 0
+    batch, run = p.batch, 1
+    if config.elements > 1 and p.bias is not None:
+        batch = p.bias.batch * broadcast.batch
+        run = p.batch // p.bias.batch if p.bias_in_runs else 1
     shape = batch, p.kv_heads, p.group, broadcast.batch, broadcast.heads, broadcast.programs
-    return sized(config, shape, p.queries, p.keys, multiprocessors(device))
+    # With a shared bias heads are not in order, and with `reduce_earlier_group` no warps are left to zero sums.
+    before = broadcast.batch * broadcast.heads > 1 or reduction(p) == DBiasMode.REDUCE
+    return sized(config, shape, p.queries, p.keys, multiprocessors(device), run=run, zeroed_before=before)
 
 
 def _sum_heads(problem: Problem, config: BackwardConfig, sizes: BackwardSizes) -> int:
@@ -512,7 +518,7 @@ def _compiled(
         COMPUTING_REGISTERS=config.computing_registers,
         BIAS=(BiasKind.NONE if axes == BiasKind.ROWS else axes).value,
         BIAS_APART=axes == BiasKind.MATRIX and bias is not None and bias.dtype != problem.dtype,
-        BIAS_BATCH=bias is not None and bias.batch > 1,
+        BIAS_BATCH=problem.bias_batch,
         BIAS_GROUP=1 if bias is None else problem.heads // bias.heads,
         **range_constants(problem),
         SORTED=_sorts(problem, config),

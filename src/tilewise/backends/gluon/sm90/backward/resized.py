@@ -94,7 +94,7 @@ def resized_backward(run: Any, structure: Structure, lo: int | None, hi: int | N
     batch, kv_heads, group, lag = run.shape
     values = (
         row_programs, programs, first, last, counted,
-        (batch, kv_heads, group, M, N, row_tiles, key_tiles, 1, 1, ds_buffer_groups, lag, zeroed), (stats,), (1,),
+        (batch, kv_heads, group, M, N, row_tiles, key_tiles, 1, 1, ds_buffer_groups, lag, zeroed, 1), (stats,), (1,),
         (accum, DQ_COLS.value), (DQ_COLS.value, 1), q_shape, dq_strides, k_shape, dk_strides, v_shape, dv_strides,
         *layouts,
     )  # fmt: skip

@@ -26,6 +26,7 @@ class BackwardSizes(NamedTuple):
     # The preprocess zeroes dq_accum of this many key/value heads; head h of the kernel zeroes that of head h + zeroed.
     # Packed batch: work tiles, since heads differ in length.
     zeroed: int
+    run: int  # batched CTA: batch elements that share one of several biases; else 1
 
 
 class Counters(NamedTuple):
@@ -43,7 +44,8 @@ class Counters(NamedTuple):
 class KeyTile(NamedTuple):
     """Work tile: a key tile, and the query tiles that see it."""
 
-    b: Any
+    b: Any  # batched CTA: one past the last if there is no element at this place
+    place: Any  # b, but in the batched CTA where programs end with runs: among the elements of all programs
     hk: Any
     n0: Any  # first key
     begin: Any  # query tiles [begin, end), those in [full_begin, full_end) full
@@ -137,7 +139,7 @@ def groups_per_broadcast(sizes, c):
 
 
 @gluon.jit
-def key_tile(b, hk, n0, seq, first_tile, terms, c):
+def key_tile(b, hk, n0, seq, first_tile, terms, c, place=0):
     """Return the work tile of the keys from ``n0`` on."""
     cols = gl.minimum(c.BLOCK_N, seq.keys - n0)
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
@@ -148,7 +150,7 @@ def key_tile(b, hk, n0, seq, first_tile, terms, c):
             full_end = end
     if not terms.HAS_LO:  # rows past the end need no mask: their P is 0
         full_end = end
-    return KeyTile(b, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, first_tile)
+    return KeyTile(b, place, hk, n0, begin, gl.minimum(full_begin, full_end), full_end, end, seq, first_tile)
 
 
 @gluon.jit
@@ -159,7 +161,13 @@ def listed_head_and_tile(group, parts, tile_list, sizes, c):
     ``parts`` groups of these run side by side."""
     first, nth = group // (parts * sizes.key_tiles), group % (parts * sizes.key_tiles)
     alone = sizes.kv_heads // sizes.broadcast_heads
-    mask = mask_of(first // alone, first % alone * sizes.group, sizes.kv_heads * sizes.group, c)
+    RUNS: gl.constexpr = c.BIAS_BATCH > 1
+    mask = mask_of(
+        first // alone * (sizes.broadcast_batch if RUNS else 1),
+        first % alone * sizes.group,
+        sizes.kv_heads * sizes.group,
+        c,
+    )
     width = 2 + sizes.row_tiles
     orders = tile_list + mask * sizes.key_tiles * width + (width - 1)
     if gl.load(orders) < 0:
@@ -179,16 +187,32 @@ def work_tile_of(group, member, terms, sizes, c, tile_list=None):
     else:
         head, tile = head_and_tile(group, sizes, c)
     if c.ELEMENTS > 1:  # next groups: the other heads of these batch elements, adjacent in a cache line
-        b, hk = head // sizes.kv_heads * c.ELEMENTS + member, head % sizes.kv_heads
+        place, hk = head // sizes.kv_heads * c.ELEMENTS + member, head % sizes.kv_heads
+        b = element_at(place, sizes, c)
     else:
         member = head % parts * c.GROUP_PROGRAMS + member
         alone = sizes.kv_heads // sizes.broadcast_heads
-        b = member % sizes.broadcast_batch + head // parts // alone
+        RUNS: gl.constexpr = c.BIAS_BATCH > 1
+        b = member % sizes.broadcast_batch + head // parts // alone * (sizes.broadcast_batch if RUNS else 1)
+        place = b
         hk = member // sizes.broadcast_batch + head // parts % alone
-    work_tile = key_tile(b, hk, tile * c.BLOCK_N, SeqInfo(0, 0, sizes.queries, sizes.keys, 0), 0, terms, c)
+    seq = SeqInfo(0, 0, sizes.queries, sizes.keys, 0)
+    work_tile = key_tile(b, hk, tile * c.BLOCK_N, seq, 0, terms, c, place)
     if c.UNDERFLOWS:
         work_tile = within_reach(work_tile, tile_list, sizes, c)
     return work_tile
+
+
+@gluon.jit
+def element_at(place, sizes, c):
+    """Return the batch element at a place of the batched CTA, whose programs each have elements of one bias.
+
+    Places go up to a multiple of c.ELEMENTS in each run of elements with one bias; one past the last: no element."""
+    if c.BIAS_BATCH > 1:
+        nth = place % sizes.broadcast_batch
+        return gl.where(nth < sizes.run, place // sizes.broadcast_batch * sizes.run + nth, sizes.run * c.BIAS_BATCH)
+    else:
+        return place
 
 
 @gluon.jit
@@ -203,7 +227,9 @@ def within_reach(work_tile, reaches, sizes, c):
         after = gl.maximum(work_tile.n0 + c.BLOCK_N - gl.load(reach), 0)
         end = gl.maximum(gl.minimum(end, gl.cdiv(after, c.BLOCK_M)), begin)
     full_begin, full_end = work_tile.full_begin, work_tile.full_end
-    return KeyTile(work_tile.b, work_tile.hk, work_tile.n0, begin, full_begin, full_end, end, work_tile.seq, 0)
+    return KeyTile(
+        work_tile.b, work_tile.place, work_tile.hk, work_tile.n0, begin, full_begin, full_end, end, work_tile.seq, 0
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -232,7 +258,8 @@ def row_tile(work_tile, h, m, sizes):
 def head_of(work_tile, sizes, c):
     """Return the index of a work tile's key/value head in the counters and in dq_accum."""
     if c.ELEMENTS > 1:  # in the order of `work_tile_of`
-        return (work_tile.b // c.ELEMENTS * sizes.kv_heads + work_tile.hk) * c.ELEMENTS + work_tile.b % c.ELEMENTS
+        place = work_tile.place
+        return (place // c.ELEMENTS * sizes.kv_heads + work_tile.hk) * c.ELEMENTS + place % c.ELEMENTS
     else:
         return work_tile.b * sizes.kv_heads + work_tile.hk
 
@@ -273,23 +300,24 @@ def unless_hidden(work_tile, x, sizes, c):
     """Return an element's work tile, empty if a mask hides its keys from all elements of the program."""
     seen = 0
     for element in gl.static_range(c.ELEMENTS):
-        b = work_tile.b // c.ELEMENTS * c.ELEMENTS + element
+        b = element_at(work_tile.place // c.ELEMENTS * c.ELEMENTS + element, sizes, c)
         nth = tile_of_mask(b, work_tile.hk * sizes.group, work_tile.n0, sizes, c)
         # as `tile_list_of`; Triton: 1 + row_tiles would be hoisted to the kernel's start for all roles, and spill
         seen |= gl.load(x.tile_list + nth * sizes.row_tiles + nth, mask=b < x.k.shape[0], other=0)
     end = gl.where(seen != 0, work_tile.end, work_tile.begin)
     return KeyTile(
-        work_tile.b, work_tile.hk, work_tile.n0, work_tile.begin, work_tile.full_begin, work_tile.full_end, end,
-        work_tile.seq, work_tile.first_tile,
+        work_tile.b, work_tile.place, work_tile.hk, work_tile.n0, work_tile.begin, work_tile.full_begin,
+        work_tile.full_end, end, work_tile.seq, work_tile.first_tile,
     )  # fmt: skip
 
 
 @gluon.jit
-def of_element(first, element):
+def of_element(first, element, sizes, c):
     """Return the work tile of an element; ``first``: that of the program's first."""
+    place = first.place + element
     return KeyTile(
-        first.b + element, first.hk, first.n0, first.begin, first.full_begin, first.full_end, first.end, first.seq,
-        first.first_tile,
+        element_at(place, sizes, c), place, first.hk, first.n0, first.begin, first.full_begin, first.full_end,
+        first.end, first.seq, first.first_tile,
     )  # fmt: skip
 
 
@@ -326,7 +354,21 @@ def first_of_sum(work_tile, sizes, c):
     else:
         n = work_tile.b % sizes.broadcast_batch + sizes.broadcast_batch * (work_tile.hk % sizes.broadcast_heads)
         second = 2 * n >= sizes.broadcast_batch * sizes.broadcast_heads
-        return second.to(gl.int32) * (sizes.batch if c.BIAS_BATCH else 1)
+        if c.BIAS_BATCH > 1:
+            return second.to(gl.int32) * c.BIAS_BATCH
+        else:
+            return second.to(gl.int32) * (sizes.batch if c.BIAS_BATCH else 1)
+
+
+@gluon.jit
+def bias_of_tile(work_tile, sizes, c):
+    """Return the index of the bias of a work tile's batch element."""
+    if c.BIAS_BATCH > 1:
+        return work_tile.place // sizes.broadcast_batch
+    elif c.BIAS_BATCH:
+        return work_tile.b
+    else:
+        return 0
 
 
 @gluon.jit

@@ -11,32 +11,39 @@ from tilewise.spec.problem import Problem
 
 
 def sized(
-    config: BackwardConfig, shape: tuple[int, ...], queries: int, keys: int, multiprocessors: int
+    config: BackwardConfig,
+    shape: tuple[int, ...],
+    queries: int,
+    keys: int,
+    multiprocessors: int,
+    *,
+    run: int = 1,
+    zeroed_before: bool = False,
 ) -> tuple[BackwardSizes, int]:
     """Return the `BackwardSizes` and the number of groups of programs.
 
     shape: batch, key/value heads, query heads of each; then batch elements and key/value heads that share a bias, and
-    programs of a group, or 1 each. In the batched CTA, whose elements are a group, batch is padded to a multiple."""
+    programs of a group, or 1 each. In the batched CTA, whose elements are a group, the elements that share a bias are
+    padded to a multiple. run: `BackwardSizes.run`. zeroed_before: programs do not zero dq_accum of later heads."""
     batch, kv_heads, group, broadcast_batch, broadcast_heads, broadcast_programs = shape
     row_tiles, key_tiles, heads = -(-queries // config.block_m), -(-keys // config.block_n), batch * kv_heads
     groups = key_tiles * heads // broadcast_programs
     # A group has about ended when the group starts that is as many groups later as a GPU runs at once.
     lag = -(-multiprocessors * config.programs * config.elements // broadcast_programs)
     ds_buffer_groups = min(2 * lag + 2, groups)
-    # With a shared bias heads are not in order: all are zeroed before. Else all programs of a head have begun when the
-    # head starts that is as much later as a GPU runs at once, plus one; `backward.scheduler.head_and_tile` mixes some.
-    none_later = config.dq_stored or broadcast_batch * broadcast_heads > 1
-    zeroed = heads if none_later else -(-lag // key_tiles) + 1
+    # All programs of a head have begun when the head starts that is as much later as a GPU runs at once, plus one;
+    # `backward.scheduler.head_and_tile` mixes some.
+    zeroed = heads if config.dq_stored or zeroed_before else -(-lag // key_tiles) + 1
     zeroed = -(-zeroed // config.head_swizzle) * config.head_swizzle
     # In the batched CTA heads take turns in dq_accum: those of a group have ended when half as many groups again have
     # begun, plus one. The preprocess zeroes a place only for heads that exist; each half of the places has full groups.
     if config.elements > 1:
         zeroed = 2 * (-(-3 * lag // (2 * key_tiles)) + 1) * config.elements
-        there = heads - (config.elements - 1) * kv_heads  # at least
+        there = heads - (config.elements - 1) * kv_heads * (batch // broadcast_batch)  # at least
         zeroed = min(zeroed, there) // (2 * config.elements) * (2 * config.elements)
     found = (
         batch, kv_heads, group, queries, keys, row_tiles, key_tiles, broadcast_batch, broadcast_heads,
-        ds_buffer_groups, lag, min(zeroed, heads),
+        ds_buffer_groups, lag, min(zeroed, heads), run,
     )  # fmt: skip
     return tuple.__new__(BackwardSizes, found), groups
 

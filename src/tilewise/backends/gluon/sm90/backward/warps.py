@@ -25,6 +25,7 @@ from tilewise.backends.gluon.sm90.backward.dq import add_dq, dv_tile, zero_ahead
 from tilewise.backends.gluon.sm90.backward.masks import load_bits
 from tilewise.backends.gluon.sm90.backward.relative import corner_of, tile_state
 from tilewise.backends.gluon.sm90.backward.scheduler import (
+    bias_of_tile,
     counters_at,
     entry_at,
     row_tile,
@@ -62,7 +63,7 @@ def load_queries(tile_index, step, x, rows, counts, terms, sizes, c):
     next_index = -1
     for g in range(sizes.group):
         h = work_tile.hk * sizes.group + g
-        bias_b = work_tile.b if c.BIAS_BATCH else 0
+        bias_b = bias_of_tile(work_tile, sizes, c)
         count, listed = tile_list_of(x.tile_list, work_tile, h, sizes, c)
         for i in range(count):
             if c.DYNAMIC and g == sizes.group - 1 and i == count - 1:  # not earlier: others may be free sooner

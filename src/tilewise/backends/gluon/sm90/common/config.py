@@ -517,7 +517,8 @@ def is_batched(problem: Problem) -> bool:
     enough = p.batch >= 32 and p.batch * p.kv_heads * -(-p.keys // ROWS) >= 512
     long = min(p.queries, p.keys) >= BATCHED_FROM
     rows = backward_width(p) == 32 and p.head_dim % 8 == 0  # see `dq_accum.finish_heads`
-    return rows and score.band.unlimited and bias.batch == 1 and enough and long
+    shared = bias.batch == 1 or p.bias_in_runs
+    return rows and score.band.unlimited and shared and enough and long
 
 
 def dbias_sums(problem: Problem) -> int:

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from tilewise.backends.gluon.pipeline import fill_at, release, release_after_loads, slot_of, use_of, wait_full
 from tilewise.backends.gluon.relative import CUT, column_of, in_range, range_state
 from tilewise.backends.gluon.scheduler import entry_at, first_entry, next_tile_index, work_tile_at, work_tile_count
-from tilewise.backends.gluon.score import in_units, widened
+from tilewise.backends.gluon.score import bias_of, in_units, widened
 from tilewise.backends.gluon.sm90.common.wgmma import accumulator
 from tilewise.backends.gluon.varlen import box_of
 
@@ -26,7 +26,7 @@ def load_bias(x, pipelines, terms, sizes, c, WARPGROUP: gl.constexpr):
     tile_index = gl.program_id(0)
     while tile_index < work_tile_count(x, sizes, c):
         tile = work_tile_at(tile_index, x, terms, sizes, c)
-        b = tile.b if c.BIAS_BATCH else 0
+        b = bias_of(tile.b, sizes.batch, c)
         if c.RANGE_LO or c.RANGE_HI:
             for i in range(first_entry(tile, terms, c, WARPGROUP), tile.count):
                 n0 = entry_at(i, tile, c).n * c.BLOCK_N

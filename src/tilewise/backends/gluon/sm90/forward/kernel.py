@@ -119,7 +119,7 @@ class ForwardConstants(NamedTuple):
     LOADING_REGISTERS: Any
     COMPUTING_REGISTERS: Any
     BIAS: Any  # "none", "matrix", "cols" or "rows": the axes along which it varies
-    BIAS_BATCH: Any  # there is a bias per batch element, not one for all
+    BIAS_BATCH: Any  # see `Problem.bias_batch`
     BIAS_GROUP: Any  # query heads per bias head
     RELATIVE: Any  # the bias is by relative position, see `relative`
     RANGE_LO: Any  # some visible pairs are below the distances with an entry

@@ -34,6 +34,7 @@ class NanFixupConstants(NamedTuple):
     BLOCK_DV: Any
     SCAN: Any  # query tiles per scan step
     BIAS: Any
+    BIAS_BATCH: Any  # see `Problem.bias_batch`
     BIAS_GROUP: Any
     BIAS_COLS: Any  # the bias differs between keys
     RELATIVE: Any  # the bias is by relative position: `spec.relative.skewed` values
@@ -130,7 +131,9 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
                 added = _load_by_distance(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, seq, terms, r.LISTED > 0)
                 added = added.to(tl.float32)
             else:
-                added = _load_scores(bias, b, h // r.BIAS_GROUP, rows, cols, sizes, seq, r.BIAS_COLS).to(tl.float32)
+                bias_b = b // (sizes.batch // r.BIAS_BATCH) if r.BIAS_BATCH > 1 else b
+                added = _load_scores(bias, bias_b, h // r.BIAS_GROUP, rows, cols, sizes, seq, r.BIAS_COLS)
+                added = added.to(tl.float32)
         distance = cols[None, :] - rows[:, None]
         s, _slope = score_tile(products, added, terms, r.BIAS)
         visible = (cols < sizes.keys)[None, :] & (distance >= lo) & (distance <= hi)

@@ -37,7 +37,7 @@ from tilewise.backends.gluon.pipeline import (
     wait_full,
 )
 from tilewise.backends.gluon.scheduler import entry_at, work_tile_at
-from tilewise.backends.gluon.score import widened
+from tilewise.backends.gluon.score import bias_of, widened
 from tilewise.backends.gluon.sm90.common.key_mask import hidden_keys, new_step_tiles, store_ones, store_step
 from tilewise.backends.gluon.sm90.common.softmax import (
     declare_exceeds,
@@ -130,7 +130,7 @@ def load(x, shared, terms, sizes, c):
     while tile_index < sizes.tiles:
         tile = work_tile_at(tile_index, x, terms, sizes, c)
         hk = tile.h // sizes.group
-        b = tile.b if c.BIAS_BATCH else 0
+        b = bias_of(tile.b, sizes.batch, c)
         for w in gl.static_range(c.WARPGROUPS):
             at = box_of(tile.seq.first_query, tile.seq.queries, tile.b, tile.h, tile.row0 + 64 * w, c)
             fill_at(shared.q, slot_of(shared.q, t, w, c.WARPGROUPS), use_of(shared.q, t, c.WARPGROUPS), x.q, at)
