@@ -195,7 +195,7 @@ def launcher_arguments(case: Case, backend: str, terms: tuple[Term, ...] = ()) -
         with mock.patch.object(compiled, "_init_handles"):
             through_triton(launch, *tensors)
         with mock.patch.object(launcher._thread, "bound", True):
-            assert launcher._short(launch, compiled, tensors).launch(tensors)
+            assert launcher._short(launch, compiled, tensors).launch(*tensors)
         own, short = (_by_address(args) for args in given[-2:])
         pairs.append((launch.kernel.__name__, own, short))
 

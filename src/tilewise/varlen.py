@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Unpack, get_type_hints
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from tilewise.backends import Inputs
 from tilewise.frontend.arguments import Bias, Seed, Window
+from tilewise.frontend.call_cache import settings_key
 from tilewise.frontend.keywords import named_only, unexpected
-from tilewise.frontend.varlen import packed_attention
+from tilewise.frontend.varlen import cached_packed, packed_attention
 from tilewise.spec.checks import check_flag
 from tilewise.spec.integers import check_range
-from tilewise.spec.score import Numbers
 from tilewise.spec.seqlens import Lengths
 from tilewise.spec.tensors import check_tensor, plain_int, plain_ints
 
 
-@partial(named_only, more=get_type_hints(Numbers), after="window")
+@named_only
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -33,13 +34,15 @@ def varlen_attention(
     sink: Tensor | None = None,
     causal: bool = False,
     window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Seed = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str | None = None,
     validate: bool = False,
-    **numbers: Unpack[Numbers],
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return `tilewise.attention` of B packed sequences, each of which attends to itself only.
 
@@ -89,13 +92,20 @@ def varlen_attention(
 
     Source: flash_attn_varlen_func of FlashAttention (arXiv 2307.08691) for the layout; docs/maths.md for the formulas.
     """
-    if unknown := [name for name in numbers if name not in Numbers.__annotations__]:
+    if unknown:
         raise unexpected("varlen_attention", unknown)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if dropout_seed is None and validate is False and not torch.compiler.is_compiling():
+        given = Inputs(q, k, v, bias, mask, sink, None, None, lengths)  # type: ignore[arg-type]  # a bias may be a term
+        settings = settings_key(causal, window, scale, softcap, dropout_p, deterministic, backend)
+        found = cached_packed(given, (max_seqlen_q, max_seqlen_k), settings, return_lse)
+        if found is not None:
+            return found if return_lse else found[0]  # type: ignore[return-value]
+    longest = plain_int(max_seqlen_q), plain_int(max_seqlen_k)
     return packed_attention(
-        q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k),
-        (plain_int(max_seqlen_q), plain_int(max_seqlen_k)), bias=bias, mask=mask, sink=sink, causal=causal,
-        window=plain_ints(window), dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
-        deterministic=deterministic, backend=backend, validate=validate, **numbers,
+        q, k, v, lengths, longest, bias=bias, mask=mask, sink=sink, causal=causal, window=plain_ints(window),
+        scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
+        deterministic=deterministic, backend=backend, validate=validate,
     )  # fmt: skip
 
 

@@ -87,11 +87,13 @@ class Call(NamedTuple):
 
 def tile_list(x: Call, others: dict[str, tuple[int, ...]] | None = None) -> tuple[Tensor, Tensor, Tensor, int]:
     """The list, O and the LSE, which were NaN, and the queries of a tile. others: offsets in place of these."""
+    from tilewise.backends.gluon.varlen import SEMAPHORE
+
     run, inputs = x.forward()
     o, lse = torch.full_like(inputs.q, torch.nan), torch.full(inputs.q.shape[:3], torch.nan)
     given = {name: torch.tensor(offsets, dtype=torch.int32) for name, offsets in (others or {}).items()}
-    found, semaphore = run.packed(inputs.lengths._replace(**given), o, lse=lse)
-    assert semaphore[0] == 0
+    found = run.packed(inputs.lengths._replace(**given), o, lse=lse)
+    assert found[SEMAPHORE] == 0
     return found, o, lse, 64 * run.main.numbers[2].WARPGROUPS.value
 
 
@@ -107,7 +109,7 @@ def repair(x: Call, share: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     spoilt[:, :, x.lengths.total_q - x.lengths.past :] = False
     after, after_lse = o.clone(), lse.clone()
     after[spoilt], after_lse[spoilt] = 7.0, torch.nan
-    found, _ = run.packed(inputs.lengths, o.clone(), lse=lse.clone())
+    found = run.packed(inputs.lengths, o.clone(), lse=lse.clone())
     bias = inputs.bias if x.values is None else run.values.laid_out(inputs.parts.query, found)
     run.nan_fixup(*inputs[:3], bias, *inputs[4:6], None, found, after, None, after_lse)
     return o, lse, after, after_lse, spoilt
@@ -122,7 +124,7 @@ def tiles_of_heads(x: Call, by_keys: bool, block: int = 64) -> tuple[Tensor, Ten
 
     problem, inputs = x.read()
     rows = inputs.k if by_keys else inputs.q
-    found, _ = TileList(problem, block, rows, by_keys=by_keys)(inputs.lengths, rows.clone())
+    found = TileList(problem, block, rows, by_keys=by_keys)(inputs.lengths, rows.clone())
     out = torch.full((int(found[0]) * HEADS, 4), -1, dtype=torch.int32)
     if len(out):
         tiles_of_heads_kernel[(len(out),)](found, out, HEADS, block, by_keys)
@@ -138,8 +140,8 @@ def lists_of_a_backward(x: Call) -> list[tuple[Tensor, ...]]:
     q, k = inputs.q, inputs.k
     rows, keys = [[torch.full_like(like, torch.nan) for _ in range(4)] for like in (q, k)]
     row_list, key_list = BothLists(problem, 64, 128, q, q, k, k)(inputs.lengths, *rows[:2], *keys[:2])
-    expected_rows, _ = TileList(problem, 64, q, q)(inputs.lengths, *rows[2:])
-    expected_keys, _ = TileList(problem, 128, k, k, by_keys=True)(inputs.lengths, *keys[2:])
+    expected_rows = TileList(problem, 64, q, q)(inputs.lengths, *rows[2:])
+    expected_keys = TileList(problem, 128, k, k, by_keys=True)(inputs.lengths, *keys[2:])
     return [(row_list, *rows[:2]), (expected_rows, *rows[2:]), (key_list, *keys[:2]), (expected_keys, *keys[2:])]
 
 

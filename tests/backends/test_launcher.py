@@ -104,7 +104,7 @@ class Short:
     def __init__(self):
         self.launches = 0
 
-    def launch(self, tensors):
+    def launch(self, *tensors):
         self.launches += 1
         return True
 
@@ -321,9 +321,9 @@ def test_the_short_way_declines_another_alignment(short):
 
     make, given = short
     run = make((strided(at(0)), POINTER, POINTER), (7,), (15, 15, 0))
-    assert run.launch((at(0), at(4), at(1)))
+    assert run.launch(at(0), at(4), at(1))
     for odd in ((at(1), at(0), at(0)), (at(0), at(2), at(0))):
-        assert not run.launch(odd)
+        assert not run.launch(*odd)
     ((programs, *_, rows, pointer, odd, number),) = given
     assert (programs, given[0][3], given[0][4], number) == (6, "stream", "kernel", 7)
     assert rows[1:] == at(0).stride()
@@ -363,7 +363,7 @@ def test_descriptors_are_kept_by_address(short):
     x = torch.zeros(4 * (_ADDRESSES + 20) + 192)
     for n in (*range(_ADDRESSES + 20), 3, 3, _ADDRESSES + 19):
         y = x[4 * n : 4 * n + 192].view(2, 3, 4, 8)
-        assert run.launch((y,))
+        assert run.launch(y)
         descriptor, *sizes, number = given[-1][13:]
         assert descriptor == (y.data_ptr(), 3, 4, 7, [1, 1, 4, 8], layout.shape, layout.strides, 0)
         assert sizes == [*layout.shape, *layout.strides]

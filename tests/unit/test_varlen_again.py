@@ -73,7 +73,7 @@ def test_longest_lengths_in_common():
     bias = torch.zeros(1, 1, 1, 50)
     for options in ({"bias": bias}, {"mask": bias > 0}, {"validate": True}, {"bias": (bias,)}):
         assert shared_longest((50, 50), **options) == (50, 50)
-    assert shared_longest((50, 50), bias=bias[0, 0], causal=True) == (64, 64)
+    assert shared_longest((50, 50), bias=bias[0, 0]) == (64, 64)
     assert shared_longest((50, True)) == (50, True)
 
 

@@ -107,6 +107,16 @@ def empty_output(q: Tensor, value_dim: int, device: str | None = None) -> Tensor
     return q.new_empty((B, H, M, value_dim), device=device)
 
 
+def heads_first(x: Tensor) -> Tensor:
+    """Return the view (1, H, total, D) of rows (total, H, D)."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def rows_first(x: Tensor) -> Tensor:
+    """Return the view (total, H, D) of (1, H, total, D)."""
+    return x.squeeze(0).transpose(0, 1)  # an index would copy the cotangent
+
+
 def empty_low_bits(o: Tensor, problem: Problem) -> Tensor | None:
     """Return an uninitialised `Outputs.o_low`; None if the call has none."""
     return torch.empty_like(o, dtype=torch.int16) if keeps_low_bits(problem.dtype, problem.score.dropout) else None

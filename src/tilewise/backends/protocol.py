@@ -42,9 +42,12 @@ class Inputs(NamedTuple):
     tiles: TileTensors | None = None  # a tile mask, in place of the mask
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors without nested records: the first six if there are no others, else `flat`."""
-        one = self.parts is self.seed is self.lengths is self.tiles  # one object: None
-        return self[:6] if one else self.flat()
+        """Return the tensors without nested records: the first six, also the offsets of a packed batch if there are no
+        others, else `flat`."""
+        parts, seed, lengths, tiles = self[6:]
+        if parts is seed is tiles is None:
+            return self[:6] if lengths is None else (*self[:6], *lengths)
+        return self.flat()
 
     def flat(self) -> tuple[Tensor | None, ...]:
         """Return all tensors in the order of `INPUT_NAMES`, as PyTorch's dispatcher takes them."""
@@ -68,6 +71,8 @@ class Inputs(NamedTuple):
         if len(tensors) == 6:
             return cls(*tensors)
         q, k, v, bias, mask, sink, *more = tensors
+        if len(more) == len(NO_LENGTHS):
+            return cls(q, k, v, bias, mask, sink, None, None, Lengths(*more))
         parts, rest = more[: len(NO_PARTS)], more[len(NO_PARTS) + 1 :]
         lengths, tiles = rest[: len(NO_LENGTHS)], rest[len(NO_LENGTHS) :]
         return cls(
@@ -166,7 +171,9 @@ class Backend(Protocol):
     The returned function serves all tensors of equal shape, dtype, strides, device and address modulo 16; its caller
     caches it by these. Gradients that are not required are None. If the function has a true ``resizable``, its
     ``resized(structure, lo, hi, ...)``, called with the tensors that prepare takes, returns a function for another
-    call of the same `Structure` with window limits lo, hi, or None if that call must be prepared.
+    call of the same `Structure` with window limits lo, hi, or None if that call must be prepared. If it has a true
+    ``takes_rows``, it reads only addresses of tensors, and q, k, v, o and the LSE of a packed batch, with their
+    gradients and cotangents, may also have the caller's shapes, (total, H, D) and (H, total).
     """
 
     prepare: Mapping[Pass, Callable[..., Callable[..., Any]]]

@@ -14,11 +14,12 @@ from tilewise.bias.toeplitz import Alibi, T5Bias
 from tilewise.cache import calls
 from tilewise.frontend.arguments import Call, seed_tensor
 from tilewise.masks.block_sparse import TileMask
-from tilewise.operator.autograd import PackedViews, ShapedViews, Views, eager_attention
+from tilewise.operator.autograd import eager_attention
 from tilewise.operator.dispatch import Forward, forward_of, forward_variants
 from tilewise.operator.eager import is_eager
 from tilewise.operator.seed import drawn_seed
 from tilewise.operator.structure import Variants, layouts, structure_of
+from tilewise.operator.views import PackedViews, ShapedViews, Views
 from tilewise.spec.bias_components import Parts
 from tilewise.spec.score import Band, ScoreNumbers, Window
 
@@ -36,9 +37,6 @@ class Cached(NamedTuple):
     run: Forward
     views: Views | None = None
     vector: tuple[Rule, int, int] | None = None
-
-
-SETTINGS = ("causal", "window", "scale", "softcap", "dropout_p", "deterministic", "backend")
 
 
 def settings_key(
@@ -170,7 +168,10 @@ def cache_call(
     ready = (given if views is None else views.inputs(given))._replace(parts=read.parts)
     if terms.dropout:  # any seed: its numbers do not matter
         ready = ready._replace(seed=seed_tensor((0, 0), ready.q.device))
-    calls.put(key, Cached(terms, forward_of(ready, terms), views, vector))
+    run = forward_of(ready, terms)
+    if read.lengths is not None and read.bias is None and getattr(run, "takes_rows", False):
+        views = ShapedViews.between(given, read._replace(q=given.q, k=given.k, v=given.v))
+    calls.put(key, Cached(terms, run, views, vector))
     if len(key[1]) == 6 and vector is None and not terms.dropout:
         structure = structure_of(*layouts(*ready[:6]))  # type: ignore[arg-type]
         variants = None if structure is None else forward_variants(structure, terms)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from tilewise.backends import Inputs
+from tilewise.backends import Inputs, heads_first, rows_first
 from tilewise.bias.packed import RaggedBias, packed_dense, packed_slots
 from tilewise.frontend.arguments import (
     Bias,
     Call,
     Seed,
     Window,
+    cast,
     check_dropout_seed,
     check_inputs,
     low_rank_of,
@@ -24,9 +26,9 @@ from tilewise.frontend.arguments import (
     with_slots,
 )
 from tilewise.frontend.autocast import autocast, autocast_somewhere
-from tilewise.frontend.call_cache import SETTINGS, cache_call, cached_call, settings_key
+from tilewise.frontend.call_cache import Found, cache_call, cached_call, settings_key
 from tilewise.masks.block_sparse import TileMask, is_block_mask
-from tilewise.operator.autograd import attention_op, heads_first
+from tilewise.operator.autograd import attention_op
 from tilewise.planner import check_backend
 from tilewise.spec.checks import DTYPES, check_flag, check_head_dim, check_lengths
 from tilewise.spec.integers import LARGEST_SIZE, check_range
@@ -43,54 +45,78 @@ def packed_attention(
     lengths: Lengths,
     longest: tuple[int, int],
     *,
+    bias: Bias = None,
+    mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_seed: Seed = None,
+    validate: bool = False,
     return_lse: bool = False,
     exact: bool = False,
-    **options: Any,
+    **settings: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return `varlen_attention` for public functions. ``longest``: (max_seqlen_q, max_seqlen_k). exact: see
-    `Problem`."""
+    `Problem`. settings: the arguments of `settings_key`."""
     check_flag("return_lse", return_lse)
-    if isinstance(q, Tensor) and q.is_cuda and not torch.compiler.is_compiling():  # the CPU checks max_seqlen exactly
-        longest = shared_longest(longest, **options)
-    given = Inputs(q, k, v, options.get("bias"), options.get("mask"), options.get("sink"), lengths=lengths)
-    if type(given.bias) is RaggedBias:
-        pairs = given.bias.offsets
-        given = given._replace(bias=given.bias.values, lengths=lengths._replace(pairs=pairs))
-    settings = found = None
-    if not options.get("validate") and options.get("dropout_seed") is None and not autocast_somewhere():
-        settings = settings_key(**{name: options[name] for name in SETTINGS if name in options})
-    arguments = longest, exact, settings
-    cached = settings is not None and type(longest[0]) is type(longest[1]) is int
-    if cached:
-        found = cached_call(given, arguments, return_lse)
+    given, key = Inputs(q, k, v, bias, mask, sink, lengths=lengths), None  # type: ignore[arg-type]
+    if not torch.compiler.is_compiling():
+        if dropout_seed is None and validate is False:
+            key = settings_key(**settings)
+            found = cached_packed(given, longest, key, return_lse, exact)
+            if found is not None:
+                return found if return_lse else found[0]  # type: ignore[return-value]
+        if isinstance(q, Tensor) and q.is_cuda:  # the CPU checks max_seqlen exactly
+            longest = shared_longest(longest, bias, mask, validate)
+    call = read_packed(
+        q, k, v, lengths, longest, bias=bias, mask=mask, sink=sink, dropout_seed=dropout_seed, validate=validate,
+        **settings,
+    )  # fmt: skip
+    found = cached_packed(given, longest, key, return_lse, exact, call)
     if found is None:
-        call = read_packed(q, k, v, lengths, longest, **options)
-        if cached:
-            found = cache_call(given, arguments, return_lse, call, exact=exact)
-    if found is not None:
-        return found if return_lse else found[0]  # type: ignore[return-value]
-    inputs = with_seed(call.inputs, call.score)
-    o, lse = attention_op(inputs, *call[1:], return_lse=return_lse, exact=exact)
-    o = o.squeeze(0).transpose(0, 1)  # an index would copy the cotangent
-    if not return_lse:
-        return o
-    assert lse is not None
-    return o, lse.squeeze(0)
+        o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse, exact=exact)
+        found = rows_first(o), None if lse is None else lse.squeeze(0)
+    return found if return_lse else found[0]  # type: ignore[return-value]
+
+
+def cached_packed(
+    given: Inputs, longest: tuple[int, int], settings: tuple | None, return_lse: bool, exact: bool = False,
+    call: Call | None = None,
+) -> Found:  # fmt: skip
+    """Return `cached_call` of a packed batch, or `cache_call` of one that was read as ``call``.
+
+    given: the caller's tensors; the bias may be a term. settings: `settings_key` of the other arguments.
+    """
+    if settings is None or type(return_lse) is not bool or not type(longest[0]) is type(longest[1]) is int:
+        return None
+    q, k, v, bias, mask, *_ = given
+    if isinstance(q, Tensor) and q.is_cuda:
+        longest = shared_longest(longest, bias, mask)
+    arguments = longest, exact, settings
+    if autocast_somewhere():
+        q, k, v = cast(q, k, v)
+        given = given._replace(q=q, k=k, v=v)
+    if type(bias) is RaggedBias and given.lengths is not None:
+        given = given._replace(bias=bias.values, lengths=given.lengths._replace(pairs=bias.offsets))
+    if call is None:
+        return cached_call(given, arguments, return_lse)
+    return cache_call(given, arguments, return_lse, call, exact=exact)
 
 
 def shared_longest(
-    longest: tuple[int, int], *, bias: Bias = None, mask: Tensor | None = None, validate: bool = False, **_: Any
+    longest: tuple[int, int], bias: Any = None, mask: Tensor | None = None, validate: bool = False
 ) -> tuple[int, int]:  # fmt: skip
     """Return ``longest`` rounded up, so that batches of similar lengths share a prepared call. It grows by at most 15
     up to 128, and above by at most 1/8 or 127; it is unchanged if a tensor's shape depends on it."""
     packed = bias is None or type(bias) is RaggedBias or (isinstance(bias, Tensor) and bias.dim() < 4)
-    if not packed or mask is not None or validate or not all(type(n) is int for n in longest):
-        return longest
-    found = [n if n <= 16 else _rounded(n, 16 if n <= 128 else max(128, 1 << n.bit_length() - 4)) for n in longest]
-    return found[0], found[1]
+    if packed and mask is None and not validate and type(longest[0]) is type(longest[1]) is int:
+        return _rounded(longest[0]), _rounded(longest[1])
+    return longest
 
 
-def _rounded(n: int, step: int) -> int:
+@lru_cache(1024)
+def _rounded(n: int) -> int:
+    if n <= 16:
+        return n
+    step = 16 if n <= 128 else max(128, 1 << n.bit_length() - 4)
     return -(-n // step) * step
 
 

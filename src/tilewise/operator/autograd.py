@@ -30,6 +30,7 @@ from tilewise.operator.custom_op import Operator, fake_gradients_like, gradients
 from tilewise.operator.dispatch import Forward, backward_of, describe, forward_of
 from tilewise.operator.eager import apply_of, is_differentiated, is_eager, is_eager_backward
 from tilewise.operator.tools import announce, recorded
+from tilewise.operator.views import Views, with_rows, without_rows
 from tilewise.spec.score import Score, ScoreNumbers
 
 
@@ -129,6 +130,9 @@ def _by_operator(
     do: Tensor | None, dlse: Tensor | None, inputs: Inputs, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs
 ) -> tuple[Tensor | None, ...]:
     """Return `_gradients` by the operator."""
+    if inputs.q.dim() == 3:
+        inputs, saved, (do, dlse, _) = without_rows(inputs, saved, (do, dlse, None))
+        return with_rows(Gradients(*_by_operator(do, dlse, inputs, saved, terms, needs)))
     grads = ATTENTION_BACKWARD(do, dlse, *inputs.flat(), *saved, *terms, [*needs])
     return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
@@ -148,80 +152,6 @@ announce("attention", "attention_backward")
 
 
 # --- eager calls ---
-
-
-class ShapedViews(NamedTuple):
-    """Views of the first six inputs in the ``shapes`` that the operator takes, where they have others; None: as given.
-
-    ``lead``: leading dimensions of a call with more of them than a batch, else empty.
-    """
-
-    lead: tuple[int, ...]
-    shapes: tuple[tuple[int, ...] | None, ...]
-
-    @classmethod
-    def between(cls, given: Inputs, taken: Inputs) -> ShapedViews | None:
-        """Return views of ``given`` with the shapes of ``taken``; None if these are its own."""
-        pairs = zip(given[:6], taken[:6], strict=True)
-        shapes = [None if x is None or y is None or x.shape == y.shape else tuple(y.shape) for x, y in pairs]
-        return None if shapes == [None] * 6 else cls(tuple(given.q.shape[:-3]) if shapes[0] else (), tuple(shapes))
-
-    def inputs(self, given: Inputs) -> Inputs:
-        q, k, v, bias, mask, sink, *more = given
-        pairs = zip((q, k, v, bias, mask, sink), self.shapes, strict=True)
-        return Inputs(*[x if x is None or shape is None else x.view(shape) for x, shape in pairs], *more)  # type: ignore[arg-type]
-
-    def outputs(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if not self.lead:
-            return o, lse
-        return o.view(*self.lead, *o.shape[1:]), None if lse is None else lse.view(*self.lead, *lse.shape[1:])
-
-    def cotangents(self, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if not self.lead:
-            return do, dlse
-        (batch, *_), n = self.shapes[0], len(self.lead)  # type: ignore[misc]
-        return tuple([None if x is None else x.reshape(batch, *x.shape[n:]) for x in (do, dlse)])  # type: ignore[return-value]
-
-    def gradients(self, grads: Sequence[Tensor | None], given: Inputs) -> list[Tensor | None]:
-        """Return the gradients in the order of `Needs`, in the shapes of ``given``."""
-        found, shapes = list(grads), (*self.shapes[:4], self.shapes[5])
-        for n, (x, shape) in enumerate(zip((*given[:4], given.sink), shapes, strict=True)):
-            grad = grads[n]
-            if grad is not None and x is not None and shape is not None:
-                found[n] = grad.view(x.shape)
-        return found
-
-
-class PackedViews(NamedTuple):
-    """Views of a packed batch, (total, H, D) as (1, H, total, D), and of bias, mask and sink in these shapes."""
-
-    bias: tuple[int, ...] | None
-    mask: tuple[int, ...] | None
-    sink: tuple[int, ...] | None
-
-    def inputs(self, given: Inputs) -> Inputs:
-        q, k, v, bias, mask, sink, *more = given
-        views = [None if x is None else x.view(shape) for x, shape in zip((bias, mask, sink), self, strict=True)]  # type: ignore[arg-type]
-        return Inputs(heads_first(q), heads_first(k), heads_first(v), *views, *more)  # type: ignore[arg-type]
-
-    def outputs(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return o.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)  # an index copies the cotangent
-
-    def cotangents(self, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        return None if do is None else heads_first(do), None if dlse is None else dlse.unsqueeze(0)
-
-    def gradients(self, grads: Sequence[Tensor | None], given: Inputs) -> list[Tensor | None]:
-        rows = [None if x is None else x.squeeze(0).transpose(0, 1) for x in grads[:3]]
-        pairs = zip(grads[3:5], (given.bias, given.sink), strict=True)
-        return [*rows, *[None if grad is None or x is None else grad.view(x.shape) for grad, x in pairs], *grads[5:]]
-
-
-Views = ShapedViews | PackedViews
-
-
-def heads_first(x: Tensor) -> Tensor:
-    """Return the view (1, H, total, D) of rows (total, H, D)."""
-    return x.transpose(0, 1).unsqueeze(0)
 
 
 class _EagerAttention(torch.autograd.Function):

@@ -16,6 +16,7 @@ from tilewise.backends import empty_low_bits, empty_output, lse_dtype, sink_grad
 from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
 from tilewise.cache import calls
 from tilewise.operator.structure import Layout, Structure, Variants, layouts, restored_layouts, structure_of, terms_key
+from tilewise.operator.views import with_rows, without_rows
 from tilewise.planner import Plan, make_plan
 from tilewise.spec.problem import Problem, irregular
 from tilewise.spec.score import ScoreNumbers
@@ -83,7 +84,7 @@ def backward_of(
     """Return the prepared backward for tensors of this layout.
 
     forward: the prepared forward that took inputs of these layouts; a hook may have saved and restored them with other
-    strides, at other addresses.
+    strides, at other addresses. One that `takes_rows` may have taken the caller's shapes.
     """
     tensors = (*inputs.tensors(), outputs.o, outputs.lse, cotangents.o, cotangents.lse)
     if outputs.o_low is not None:  # with dropout: no structure
@@ -92,6 +93,9 @@ def backward_of(
     key = ("backward", found, terms, needs) if forward is None else ("backward", found, forward, needs)
     run: Backward | None = calls.get(key)
     if run is None:
+        if inputs.q.dim() == 3:
+            rows = without_rows(inputs, outputs, cotangents)
+            return calls.put(key, _for_rows(backward_of(*rows, terms, needs)))
         found, structure = layouts(*tensors), None
         if len(found) == 10 and not _repeats(inputs):
             structure = structure_of(*found)  # type: ignore[arg-type]
@@ -108,6 +112,13 @@ def backward_of(
                 return run
         calls.put(key, run)
     return run
+
+
+def _for_rows(run: Backward) -> Backward:
+    """Return a backward for the caller's shapes of a packed batch."""
+    if getattr(run, "takes_rows", False):
+        return run
+    return lambda *tensors: with_rows(run(*without_rows(*tensors)))
 
 
 def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:

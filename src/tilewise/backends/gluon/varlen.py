@@ -20,12 +20,13 @@ from torch import Tensor
 from triton.experimental import gluon
 
 from tilewise.backends.gluon import RAGGED_ROWS
-from tilewise.backends.launch.launcher import POINTER, Launch, Record, strided
+from tilewise.backends.launch.launcher import POINTER, Launch, Record, Within, strided
 from tilewise.spec.problem import Problem
 from tilewise.spec.seqlens import Lengths
 
 LIST_HEAD = tl.constexpr(8)
-SEMAPHORE = 4  # index of the counter, 16 bytes from the start
+SEMAPHORE = 4  # index of the counter
+AT_SEMAPHORE = Within(SEMAPHORE, 4 * SEMAPHORE)
 ENTRY = tl.constexpr(8)  # tile in its sequence, first query, first key, queries, keys, sequence; two unused
 SEQUENCES = tl.constexpr(128)  # sequences per program of `tiles_kernel`
 RAGGED_AXIS = tl.constexpr(RAGGED_ROWS)  # rows of the axis that `box_of` counts from its end
@@ -257,13 +258,11 @@ class TileList:
             (sizes, SEQUENCES.value, block, by_keys), num_warps=8,
         )  # fmt: skip
 
-    def __call__(
-        self, lengths: Lengths, x: Tensor, y: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the list, and the semaphore in it."""
-        tile_list = torch.empty(self.shape, dtype=torch.int32, device=x.device)
+    def __call__(self, lengths: Lengths, x: Tensor, y: Tensor | None = None, lse: Tensor | None = None) -> Tensor:
+        """Return the list."""
+        tile_list = x.new_empty(self.shape, dtype=torch.int32)
         self.make(*_contiguous(lengths), tile_list, x, y, lse)
-        return tile_list, tile_list[SEMAPHORE:]
+        return tile_list
 
 
 class BothLists:
@@ -287,7 +286,8 @@ class BothLists:
         self, lengths: Lengths, x: Tensor, values: Tensor | None, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the list of query tiles and the list of key tiles."""
-        row_list, key_list = (torch.empty(shape, dtype=torch.int32, device=x.device) for shape in self.shapes)
+        rows, keys = self.shapes
+        row_list, key_list = x.new_empty(rows, dtype=torch.int32), x.new_empty(keys, dtype=torch.int32)
         self.make(*_contiguous(lengths), row_list, key_list, x, values, k, v)
         return row_list, key_list
 
@@ -299,8 +299,11 @@ def _strided_if(x: Tensor | None) -> Any:
     return POINTER if x is None else strided(x)
 
 
-def _contiguous(lengths: Lengths) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in lengths]
+def _contiguous(lengths: Lengths) -> tuple[Tensor | None, ...]:
+    cu_q, cu_k, used_k, _ = lengths  # a ragged bias runs in Triton
+    assert cu_q is not None
+    assert cu_k is not None
+    return cu_q.contiguous(), cu_k.contiguous(), None if used_k is None else used_k.contiguous(), None
 
 
 def _list_programs(problem: Problem) -> int:

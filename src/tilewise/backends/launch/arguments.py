@@ -24,6 +24,13 @@ class Strided(NamedTuple):
 POINTER = "pointer"
 
 
+class Within(NamedTuple):
+    """Plain pointer to an element of a one-dimensional tensor, ``offset`` bytes after its first: a multiple of 16."""
+
+    element: int
+    offset: int
+
+
 class Record(NamedTuple):
     """Layout of several tensors that are one kernel parameter. A call passes them one after the other."""
 
@@ -88,6 +95,8 @@ def bound(layout: Any, x: Tensor | None, **other: Any) -> Any:
         return x
     if isinstance(layout, Strided):
         return Strided(x, *layout[1:])
+    if isinstance(layout, Within):
+        return None if x is None else x[layout.element :]
     copy = object.__new__(type(layout))  # skip the checks, which the layout has passed
     copy.__dict__.update(layout.__dict__, base=x, **other)
     return copy
@@ -140,7 +149,7 @@ def gives(layout: Any, shape: Sequence[int], strides: Sequence[int]) -> list[boo
 
 
 def layout_kind(layout: Any) -> Any:
-    if layout is POINTER:
+    if layout is POINTER or isinstance(layout, Within):
         return None
     if isinstance(layout, Strided):
         return "strided"

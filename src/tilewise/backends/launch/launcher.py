@@ -44,6 +44,7 @@ from tilewise.backends.launch.arguments import (
     Places,
     Record,
     Strided,
+    Within,
     bound,
     boxed,
     layout_kind,
@@ -68,6 +69,7 @@ __all__ = [
     "Strided",
     "Varied",
     "Whole",
+    "Within",
     "boxed",
     "constants",
     "kinds",
@@ -167,7 +169,7 @@ class Launch:
         return new
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        if self._short is not None and not _watched() and self._short.launch(tensors):
+        if self._short is not None and not _watched() and self._short.launch(*tensors):
             return
         _bind_context(tensors)
         aligned = tuple([x is not None and x.data_ptr() % 16 == 0 for x in tensors])
@@ -180,7 +182,7 @@ class Launch:
                 self._keep(compiled, aligned, tensors)
                 return
             self._keep(compiled, aligned, tensors)
-            if self._short is not None and not _watched() and self._short.launch(tensors):
+            if self._short is not None and not _watched() and self._short.launch(*tensors):
                 return
         compiled[self.programs, 1, 1](*self._arguments(tensors))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from tilewise.backends.launch.arguments import POINTER, Record, Strided, gives
+from tilewise.backends.launch.arguments import POINTER, Record, Strided, Within, gives
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
@@ -55,7 +55,7 @@ class Short:
         values: of a resized launch, an example.
     """
 
-    __slots__ = ("_bind", "_kept", "compiled", "run", "there")
+    __slots__ = ("_bind", "compiled", "launch", "run", "there")
 
     def __init__(
         self, compiled: CompiledKernel, layouts: Sequence[Any], numbers: Sequence[Any], programs: int,
@@ -63,7 +63,6 @@ class Short:
         whole: Callable[..., Any] | None = None, varied: Varied | None = None, values: tuple[Any, ...] = (),
     ) -> None:  # fmt: skip
         self.compiled, self.there, self._bind = compiled, tuple(there), bind
-        self._kept: dict[int, Any] = {}  # cache of a launch that is not resized
         metadata: Any = compiled.metadata.tensordesc_meta or ()
         fill: Any = _descriptor_maker() if metadata else None
         launch, kernel = _launcher(compiled, bool(metadata))
@@ -81,13 +80,14 @@ class Short:
                 fills.append((place, "record", tuple([(n, mask, x is not POINTER) for x, n, mask in members])))
                 continue
             n, mask = next(tensors)
-            if layout is POINTER or mask is None:
-                writer.write(None if layout is POINTER else layout)
+            is_plain = layout is POINTER or isinstance(layout, Within)
+            if is_plain or mask is None:
+                writer.write(None if is_plain else layout)
                 if mask is not None:
-                    fills.append((place, "pointer", n, mask))
+                    fills.append((place, "pointer", n, mask, 0 if layout is POINTER else layout.offset))
             elif isinstance(layout, Strided):
                 writer.row(layout, begin)
-                fills.append((place, "strided", n, mask))
+                fills.append((place, "strided", n, mask, 0))
             else:
                 fills.append((place, "box", n, len(boxes), *writer.box(layout, begin)))
                 boxes.append(_box(layout, next(descriptors)))
@@ -98,13 +98,10 @@ class Short:
         self.run: Callable[..., Any]
         if varied is None:
             self.run = make(*given, writer.constants)
+            # Takes the tensors; returns False without a launch if the kernel was compiled for another alignment.
+            self.launch = partial(self.run, None, {})
         else:
             self.run = make(*given, writer.function(), watched, whole)
-
-    def launch(self, tensors: Sequence[Any]) -> bool:
-        """Launch; return False without a launch if the kernel was compiled for another alignment."""
-        found: bool = self.run(None, self._kept, *tensors)
-        return found
 
     def _begin(self, kept: dict[int, Any]) -> None:
         """Prepare the creation of descriptors: bind the context, empty a full cache."""
@@ -191,8 +188,8 @@ def _launch_of(
             made.append(f"if d{which} is None: d{which} = kept[{key}] = {filled}")
             stored.append(f"a[{place}] = d{which}")
         else:
-            n, mask = rest
-            begin = address(n, mask)
+            n, mask, offset = rest
+            begin = address(n, mask) + (f" + {offset}" if offset else "")
             lines.append(f"a[{place}] = " + (f"({begin}, *a[{place}])" if kind == "strided" else begin))
     boxes = ", ".join(f"(swizzle{n}, size{n}, type{n}, box{n}, padding{n})" for n in range(len(made)))
     if made:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, empty_mended
+from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, empty_mended, rows_first
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
 from tilewise.backends.gluon.preprocess import ZEROED_AT_ONCE, Lists, packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import kept_weight, score_terms
@@ -75,6 +75,8 @@ from tilewise.spec.seqlens import Lengths
 
 class HopperBackward:
     """Backward prepared for a problem and layouts of tensors; it computes every gradient, required or not."""
+
+    takes_rows = True
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
@@ -149,7 +151,9 @@ class HopperBackward:
             self.dbias_layout = dbias.shape, dbias.stride(), self.flags + first
             counted = first + dbias.shape[0] * dbias.stride(0)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
-        self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
+        self.layouts = {4: [(x.shape, x.stride()) for x in (dq, dk, dv)]}  # by the dimensions of q
+        if p.totals is not None:
+            self.layouts[3] = [(x.shape, x.stride()) for x in map(rows_first, (dq, dk, dv))]
         self.summary, self.mask = None, None
         if p.mask is not None:
             sorts = longest_first(problem)
@@ -327,7 +331,7 @@ class HopperBackward:
         needs = self.needs
         with device_of(q):
             stats, counts, dq_accum = self.buffers(q.device)
-            dq, dk, dv = [torch.empty_strided(*x, dtype=q.dtype, device=q.device) for x in self.layouts]
+            dq, dk, dv = [torch.empty_strided(*x, dtype=q.dtype, device=q.device) for x in self.layouts[q.dim()]]
             rows_listed: tuple[Tensor, ...] = ()
             key_list, dquery = None, None
             if self.lists is not None and lengths is not None:

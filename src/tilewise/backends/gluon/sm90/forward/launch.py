@@ -11,11 +11,11 @@ from tilewise.backends import (
     Inputs,
     Outputs,
     allocation,
-    device_of,
     empty_low_bits,
     empty_output,
     is_elsewhere,
     output_layout,
+    rows_first,
     saved_lse_dtype,
 )
 from tilewise.backends.gluon.masks import KnownMask, MaskSummary
@@ -45,11 +45,11 @@ from tilewise.backends.gluon.sm90.forward.small_heads import small_heads_kernel
 from tilewise.backends.gluon.tensors import descriptor, ragged
 from tilewise.backends.gluon.toeplitz import toeplitz_constants
 from tilewise.backends.gluon.values import Skewed, as_matrix, range_constants
-from tilewise.backends.gluon.varlen import SEMAPHORE, TileList
+from tilewise.backends.gluon.varlen import AT_SEMAPHORE, TileList
 from tilewise.backends.gluon.varlen_values import PackedValues, laid_out
 from tilewise.backends.kernels.block_mask import tile_how, tile_layout
 from tilewise.backends.kernels.score import varied_limits
-from tilewise.backends.kernels.tile_lists import TileListCache, flat_and_lists
+from tilewise.backends.kernels.tile_lists import Flat, TileListCache
 from tilewise.backends.launch.launcher import (
     POINTER,
     Launch,
@@ -69,11 +69,15 @@ from tilewise.spec import tiles
 from tilewise.spec.problem import Problem, RasterOrder
 
 MOST_TILED = 4096  # cached entries per number of query tiles, at most
+NO_MASK: Flat = (None,)
+NOTHING_KNOWN = KnownMask()
 WAVES = 2  # query tiles per program that balance differences in length
 
 
 class HopperForward:
     """Prepared forward without its tensors, for one problem and one layout of its tensors."""
+
+    takes_rows = True
 
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
@@ -121,7 +125,12 @@ class HopperForward:
                 self.documents, self.as_packed = TileListCache(both, problem), other.main
         o = empty_output(q, problem.value_dim, "meta")
         self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
-        self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
+        lse = o.new_empty(o.shape[:3])
+        self.outputs = {4: (o.shape, o.stride(), lse.shape, lse.stride())}  # by the dimensions of q
+        if packed:
+            rows, lse = rows_first(o), lse[0]
+            self.outputs[3] = rows.shape, rows.stride(), lse.shape, lse.stride()
+        o_low = empty_low_bits(o, problem)
         self.empty_low = None if o_low is None else allocation(o_low, q.device)
         self.lse_dtype = saved_lse_dtype(problem.dtype, inputs)
         is_matrix = c.BIAS.value == "matrix"
@@ -141,7 +150,7 @@ class HopperForward:
                 box(o, 64, c.BLOCK_DV.value),
                 box(o_low, 64, c.BLOCK_DV.value),
                 POINTER,
-                POINTER,
+                AT_SEMAPHORE if packed else POINTER,
             ),
             (terms._replace(exponent=LOG2E, inverse=1.0) if together or config.scale_in_q else terms, sizes, c),
             num_warps=4,
@@ -227,34 +236,36 @@ class HopperForward:
 
     def __call__(self, inputs: Inputs) -> Outputs:
         q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
-        with device_of(q):
-            o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
-            lse = torch.empty(self.layout_o[0][:3], dtype=self.lse_dtype, device=q.device)
-            o_low = None if self.empty_low is None else self.empty_low()
-            tile_count_semaphore, known = None, KnownMask()
-            if self.documents is not None and self.as_packed is not None:
-                flat, lists = self.documents(mask, tiles)
-                tile_count_semaphore, known = lists.counts.clone(), KnownMask(lists.bits, lists.tile_list)
-                other = tile_count_semaphore[SEMAPHORE:]
-                self.as_packed(q, k, v, None, sink, None, None, lists.packed_list, o, o_low, lse, other)
-            else:
-                flat, known = flat_and_lists(self.mask, mask, tiles, known)
-            tile_list = known.tile_list
-            if self.packed is not None and lengths is not None:
-                tile_list, tile_count_semaphore = self.packed(lengths, o, lse=lse)
-            elif self.dynamic and tile_count_semaphore is None:
-                tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
-            if parts is not None and parts.query is not None:
-                bias = laid_out(self.values, parts.query, tile_list)
-            added = bias
-            if self.pairs is not None and parts is not None and parts.toeplitz is not None:
-                bias, added = parts.toeplitz, self.pairs(parts.toeplitz)
-                if self.reach is not None:
-                    tile_list = self.reach(q, k, v, added)
-            self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, o_low, lse, tile_count_semaphore)
-            if self.nan_fixup is not None:
-                listed = () if self.packed is None else (tile_list,)
-                self.nan_fixup(q, k, v, bias, *flat, sink, seed, *listed, o, o_low, lse)
+        if is_elsewhere(q):
+            with torch.cuda.device(q.device):
+                return self(inputs)
+        shape, strides, lse_shape, lse_strides = self.outputs[q.dim()]
+        o = q.new_empty_strided(shape, strides)
+        lse = q.new_empty_strided(lse_shape, lse_strides, dtype=self.lse_dtype)
+        o_low = None if self.empty_low is None else self.empty_low()
+        tile_count_semaphore, flat, known = None, NO_MASK, NOTHING_KNOWN
+        if self.documents is not None and self.as_packed is not None:
+            flat, lists = self.documents(mask, tiles)
+            tile_count_semaphore, known = lists.counts.clone(), KnownMask(lists.bits, lists.tile_list)
+            self.as_packed(q, k, v, None, sink, None, None, lists.packed_list, o, o_low, lse, tile_count_semaphore)
+        elif self.mask is not None:
+            flat, known = self.mask(mask, tiles)
+        tile_list = known.tile_list
+        if self.packed is not None and lengths is not None:
+            tile_list = tile_count_semaphore = self.packed(lengths, o, lse=lse)
+        elif self.dynamic and tile_count_semaphore is None:
+            tile_count_semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
+        if parts is not None and parts.query is not None:
+            bias = laid_out(self.values, parts.query, tile_list)
+        added = bias
+        if self.pairs is not None and parts is not None and parts.toeplitz is not None:
+            bias, added = parts.toeplitz, self.pairs(parts.toeplitz)
+            if self.reach is not None:
+                tile_list = self.reach(q, k, v, added)
+        self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, o_low, lse, tile_count_semaphore)
+        if self.nan_fixup is not None:
+            listed = () if self.packed is None else (tile_list,)
+            self.nan_fixup(q, k, v, bias, *flat, sink, seed, *listed, o, o_low, lse)
         return Outputs(o, lse, o_low)
 
 
