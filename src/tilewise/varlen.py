@@ -157,6 +157,13 @@ def varlen_attn(
         >>> tilewise.varlen_attn(q, k, v, offsets, offsets, 200, 200, window_size=(-1, 0)).shape
         torch.Size([300, 8, 64])
     """
+    left, right = window_size if type(window_size) is tuple and len(window_size) == 2 else (None, None)
+    usual = type(left) is type(right) is int and block_table is num_splits is return_aux is None
+    if usual and left >= -1 <= right and type(enable_gqa) is bool and not torch.compiler.is_compiling():
+        given = Inputs(query, key, value, bias, None, None, None, None, Lengths(cu_seq_q, cu_seq_k, seqused_k))  # type: ignore[arg-type]
+        found = cached_packed(given, (max_q, max_k), settings_key(*_limits(left, right), scale), False)
+        if found is not None and (enable_gqa or query.shape[1] == key.shape[1]):
+            return found[0]
     check_flag("enable_gqa", enable_gqa)
     for name, x in (("block_table", block_table), ("num_splits", num_splits)):
         if x is not None:
@@ -183,9 +190,15 @@ def varlen_attn(
             f"key: number of heads must equal query's {query.shape[1]}, got {key.shape[1]}; enable_gqa=True allows a "
             "divisor"
         )
-    left, right = (None if x == -1 else x for x in window_size)
+    causal, window = _limits(*window_size)
     return packed_attention(
         query, key, value, Lengths(cu_seq_q, cu_seq_k, seqused_k), (plain_int(max_q), plain_int(max_k)),
-        bias=bias, scale=scale, causal=(left, right) == (None, 0),
-        window=None if right == 0 and left is None else (left, right), return_lse=lse,
+        bias=bias, scale=scale, causal=causal, window=window, return_lse=lse,
     )  # fmt: skip
+
+
+def _limits(left: int, right: int) -> tuple[bool, Window | None]:
+    """Return causal and window of `varlen_attention` for PyTorch's window_size, in which -1 is no limit."""
+    if left == -1 and right == 0:
+        return True, None
+    return False, (None if left == -1 else left, None if right == -1 else right)

@@ -14,8 +14,19 @@ from tilewise.cache import calls
 from tilewise.frontend import varlen
 from tilewise.frontend.varlen import shared_longest
 
-REMEMBERED = (None, "ragged", "ragged, shared", "along the keys", "along the queries", "padded bhmn", "padded 1111")
-READ = ("query", "t5", "everything")
+REMEMBERED = (
+    None,
+    "ragged",
+    "ragged, shared",
+    "along the keys",
+    "along the queries",
+    "padded bhmn",
+    "padded 1111",
+    "t5",
+    "alibi",
+    "alibi, start",
+)
+READ = ("query", "everything")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -63,12 +64,14 @@ def _look_up(inputs: Inputs, arguments: tuple) -> tuple[tuple, Inputs] | None:
         if mask.kept is not None:  # selected keys: the gather is chosen while the call is read
             return None
         inputs, arguments = inputs._replace(mask=None, tiles=mask.tensors), (arguments, mask.queries, mask.keys)
-    if (type(bias) is T5Bias or type(bias) is Alibi) and lengths is None:
+    if type(bias) is T5Bias or type(bias) is Alibi:
         settings = _settings(bias)
         if settings is None:
             return None
         inputs, arguments = inputs._replace(bias=None), (arguments, settings)
     tensors = inputs.tensors()
+    if lengths is not None and lengths.cu_q is lengths.cu_k:
+        tensors, arguments = (*tensors[:7], *tensors[8:]), (arguments, "the same offsets")
     if q is None or k is None or v is None or not is_eager(tensors):
         return None
     return ("call" if lengths is None else "packed", layouts(*tensors), arguments), inputs
@@ -154,14 +157,18 @@ def cache_call(
     terms, vector = ScoreNumbers.of(*call[1:], exact), None
     views: Views | None
     if read.lengths is not None:
-        if read.parts is not None:
+        if read.parts is not None and given.bias is inputs.bias:
             return None
         views = PackedViews(*[None if x is None else tuple(x.shape) for x in read[3:6]])
     else:
         views = ShapedViews.between(given, read)
     if given.bias is not inputs.bias:  # a bias term
         term: Any = inputs.bias
-        M, N = read.q.shape[2], read.k.shape[2]
+        M, N, packed = read.q.shape[2], read.k.shape[2], call.score.packed
+        if packed is not None:
+            M, N = packed.max_q, packed.max_k
+            if term.query_start is None:  # as in `bias.packed`: distances from the last query and key
+                M, N, term = N, M, replace(term, query_start=0)
         if read.parts is None or M + N < 2:
             return None
         vector = term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1

@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 from tilewise import attention, varlen_attention
+from tilewise.backends import Inputs
 from tilewise.bias import alibi
 from tilewise.bias.terms import Term
 from tilewise.frontend.arguments import Bias
 from tilewise.frontend.autocast import autocast_on
+from tilewise.frontend.call_cache import Found, settings_key
 from tilewise.frontend.keywords import named_only, unexpected
+from tilewise.frontend.varlen import cached_packed
 from tilewise.spec.checks import DTYPES, check_flag, check_head_dim
 from tilewise.spec.integers import LARGEST_SIZE, check_range
 from tilewise.spec.score import is_positive_float
+from tilewise.spec.seqlens import Lengths
 from tilewise.spec.tensors import check_tensor, plain_int, plain_ints
 
 
@@ -378,15 +382,34 @@ def _dense(tensors: _Tensors, options: _Options) -> Any:
 
 
 def _varlen(tensors: _Tensors, lengths: _Lengths, options: _Options) -> Any:
-    _check_tensors(tensors, "(total, heads, head_dim)")
-    lengths.check(tensors.q)
-    keywords = options.keywords(lengths.cu_seqlens_q.shape[0] - 1, tensors.q)
-    cu_q, cu_k, max_q, max_k = lengths[:4]
-    found = varlen_attention(*tensors[:3], cu_q, cu_k, max_q, max_k, **keywords)
-    if isinstance(found, Tensor):
-        return found.contiguous()
+    found = _known(tensors, lengths, options)
+    if found is None:
+        _check_tensors(tensors, "(total, heads, head_dim)")
+        lengths.check(tensors.q)
+        keywords = options.keywords(lengths.cu_seqlens_q.shape[0] - 1, tensors.q)
+        cu_q, cu_k, max_q, max_k = lengths[:4]
+        found = varlen_attention(*tensors[:3], cu_q, cu_k, max_q, max_k, **keywords)
+        if isinstance(found, Tensor):
+            return found.contiguous()
     o, lse = found
-    return o.contiguous(), lse, None
+    return (o.contiguous(), lse, None) if options.return_attn_probs else o.contiguous()
+
+
+def _known(tensors: _Tensors, lengths: _Lengths, options: _Options) -> Found:
+    """Return o and lse of a packed call without slopes that is cached. Its arguments have passed all checks before."""
+    dropout_p, scale, causal, window, softcap, slopes, deterministic, return_lse, bias = options
+    if slopes is not None or type(deterministic) is not bool or torch.compiler.is_compiling():
+        return None
+    if type(window) is tuple and len(window) == 2 and type(window[0]) is type(window[1]) is int:
+        left, right = window
+        window = None if left < 0 and right < 0 else (None if left < 0 else left, None if right < 0 else right)
+    if type(softcap) is float and softcap <= 0:
+        softcap = None  # type: ignore[assignment]
+    settings = settings_key(causal, window, scale, softcap, dropout_p, True if deterministic else None)  # type: ignore[arg-type]
+    q, k, v, _ = tensors
+    cu_q, cu_k, max_q, max_k, *_ = lengths
+    given = Inputs(q, k, v, bias, None, None, None, None, Lengths(cu_q, cu_k))  # type: ignore[arg-type]
+    return cached_packed(given, (max_q, max_k), settings, return_lse)
 
 
 def _rows_first(o: Tensor) -> Tensor:
