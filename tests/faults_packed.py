@@ -141,4 +141,34 @@ PACKED = [
         "the lse of a length of 0 is -inf, where cuEquivariance's is 0",
         "integrations/test_evoformer.py::test_triangle_aux_of_no_keys",
     ),
+    Fault(
+        "tilewise/varlen.py", "if dropout_seed is None and validate is False and", "if False and",
+        "arguments of varlen_attention are converted before a call is looked up",
+        "backends/test_packed_host.py::test_frames_of_a_repeated_call",
+    ),
+    Fault(
+        "tilewise/backends/gluon/sm90/forward/launch.py", "takes_rows = True", "takes_rows = False",
+        "Hopper's passes get views of a packed batch",
+        "backends/test_packed_host.py::test_frames_of_a_repeated_call",
+    ),
+    Fault(
+        "tilewise/backends/gluon/sm90/backward/launch.py", "self.takes_rows = bias is None", "self.takes_rows = True",
+        "the gradient of a bias along the queries is taken from rows",
+        "backends/test_packed_host.py::test_results_have_the_shapes_and_strides_of_an_uncached_call",
+    ),
+    Fault(
+        "tilewise/operator/dispatch.py", "with_rows(run(*without_rows(*tensors)))", "run(*without_rows(*tensors))",
+        "gradients of a packed batch keep the operator's shapes",
+        "backends/test_packed_host.py::test_results_have_the_shapes_and_strides_of_an_uncached_call",
+    ),
+    Fault(
+        "tilewise/frontend/call_cache.py", "M, N, term = N, M, replace(term, query_start=0)", "pass",
+        "a repeated packed call counts ALiBi's distances from the first query",
+        "unit/test_varlen_again.py::test_a_call_again",
+    ),
+    Fault(
+        "tilewise/varlen.py", "(enable_gqa or query.shape[1] == key.shape[1])", "True",
+        "a repeated varlen_attn takes fewer heads of keys without enable_gqa",
+        "unit/test_varlen_attn.py::test_a_known_call_is_checked",
+    ),
 ]  # fmt: skip

@@ -253,7 +253,7 @@ def far_stats(causal: bool, linear: bool) -> tuple[Any, ...]:
     assert inputs.parts is not None
     vector = inputs.parts.toeplitz
     assert vector is not None
-    stats, _, _ = run.buffers(inputs.q.device)
+    stats, _, _ = run.buffers(inputs.q)
     stats.fill_(float("nan"))
     run.toeplitz.begin(run.pairs, vector, lse, stats)
     return lse, stats, vector[..., 0], vector[..., -1], run.block_m

@@ -157,11 +157,12 @@ def varlen_attn(
         >>> tilewise.varlen_attn(q, k, v, offsets, offsets, 200, 200, window_size=(-1, 0)).shape
         torch.Size([300, 8, 64])
     """
-    left, right = window_size if type(window_size) is tuple and len(window_size) == 2 else (None, None)
-    usual = type(left) is type(right) is int and block_table is num_splits is return_aux is None
-    if usual and left >= -1 <= right and type(enable_gqa) is bool and not torch.compiler.is_compiling():
+    if (
+        type(window_size) is tuple and len(window_size) == 2 and type(window_size[0]) is type(window_size[1]) is int
+        and block_table is num_splits is return_aux is None and type(enable_gqa) is bool and not torch.compiler.is_compiling()
+    ):  # fmt: skip
         given = Inputs(query, key, value, bias, None, None, None, None, Lengths(cu_seq_q, cu_seq_k, seqused_k))  # type: ignore[arg-type]
-        found = cached_packed(given, (max_q, max_k), settings_key(*_limits(left, right), scale), False)
+        found = cached_packed(given, (max_q, max_k), settings_key(*_limits(*window_size), scale), False)
         if found is not None and (enable_gqa or query.shape[1] == key.shape[1]):
             return found[0]
     check_flag("enable_gqa", enable_gqa)

@@ -162,7 +162,7 @@ def sums_before(x: Call, lag: int) -> tuple[Tensor, Tensor, Any, Any]:
     c.ZEROED_BY_TILE = True
     sizes = sizes._replace(zeroed=lag + -(-problem.keys // c.BLOCK_N))
     run.before.numbers = (value_dim, sizes, *rest)
-    stats, counts, dq_accum = run.buffers(inputs.q.device)
+    stats, counts, dq_accum = run.buffers(inputs.q)
     dq_accum.fill_(torch.nan)
     row_list, key_list = run.lists(inputs.lengths, inputs.q.clone(), None, inputs.k.clone(), inputs.v.clone())
     run.before(*outputs[:1], None, outputs.o, outputs.lse, outputs.lse[..., None], None, stats, dq_accum, counts, None,

@@ -125,7 +125,7 @@ def prepare(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tens
     outputs = backend.forward(problem, inputs)._replace(lse=lse)
     cotangents = Outputs(x.do, dlse)
     launch = HopperBackward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None))
-    stats, counts, dq_accum = launch.buffers(x.q.device)
+    stats, counts, dq_accum = launch.buffers(x.q)
     stats.fill_(float("nan"))
     dq_accum.fill_(float("nan"))
     counts.fill_(-1)
@@ -145,7 +145,7 @@ def mend(case: Case, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor,
     problem, inputs = _call(case, x)
     outputs = backend.forward(problem, inputs)._replace(lse=lse)
     launch = HopperBackward(problem, inputs, outputs, Outputs(x.do, dlse), Needs(True, True, True, True))
-    stats, counts, dq_accum = launch.buffers(x.q.device)
+    stats, counts, dq_accum = launch.buffers(x.q)
     do = launch.empty_mended().fill_(float("nan"))
     launch.before(outputs.o, outputs.o_low, x.do, lse, dlse, None, stats, dq_accum, counts, do)
     tiles = case.B * case.H * (stats.numel() // (case.B * case.H * 128))
@@ -164,7 +164,7 @@ def sink_gradient(case: Case) -> tuple[Tensor, Results]:
     outputs, cotangents = backend.forward(problem, inputs), Outputs(x.do, x.dlse)
     outputs = outputs._replace(lse=exact.lse.double())
     launch = HopperBackward(problem, inputs, outputs, cotangents, Needs(True, True, True, case.bias is not None, True))
-    stats, counts, dq_accum = launch.buffers(x.q.device)
+    stats, counts, dq_accum = launch.buffers(x.q)
     stats.fill_(float("nan"))
     launch.before(
         exact.o, outputs.o_low, x.do, outputs.lse, x.dlse, None, stats, None if launch.dq_stored else dq_accum,

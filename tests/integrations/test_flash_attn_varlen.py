@@ -201,3 +201,21 @@ def test_errors_of_sequences_name_the_argument(name):
     door, arguments, options, error, message = VARLEN_ERRORS[name]
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         door(*arguments, **options)
+
+
+def test_a_known_call_is_checked():
+    """A number of another type is refused although an equal call is cached; an equal call is what it was."""
+    q, k, v = (torch.randn(9, 2, 8) for _ in range(3))
+    lengths = torch.tensor([0, 4, 9]), torch.tensor([0, 4, 9]), 5, 5
+    o = flash_attn_varlen_func(q, k, v, *lengths, causal=True)
+    known = flash_attn_varlen_func(q, k, v, *lengths, causal=True, return_attn_probs=True)
+    assert torch.equal(o, known[0])
+    assert (known[1].shape, known[2]) == ((2, 9), None)
+    assert torch.equal(o, flash_attn_varlen_func(q, k, v, *lengths, window_size=(-1, 0)))
+    assert torch.equal(o, flash_attn_varlen_func(q, k, v, *lengths, causal=True, softcap=-1.0, deterministic=True))
+    for options, name in (
+        ({"causal": 1}, "causal"), ({"deterministic": 0}, "deterministic"), ({"softcap": False}, "softcap"),
+        ({"window_size": (True, 0)}, "window_size"), ({"return_attn_probs": 0}, "return_attn_probs"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"{name}: "):
+            flash_attn_varlen_func(q, k, v, *lengths, **{"causal": True} | options)

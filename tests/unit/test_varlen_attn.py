@@ -68,3 +68,19 @@ def test_refusals():
             varlen_attn(q, k, v, **given)
     with pytest.raises(ValueError, match=re.escape("max_seqlen_k: must be the longest sequence's 7 or more, got 6")):
         varlen_attn(q, k, v, CU_Q, CU_K, 5, 6, enable_gqa=True)
+
+
+def test_a_known_call_is_checked():
+    """What was not asked for, or a number of another type, is refused although an equal call is cached."""
+    q, k, v = qkv(2)
+    varlen_attn(q, k, v, *LENGTHS, enable_gqa=True)
+    for options, error, name in (
+        ({}, ValueError, "key"),
+        ({"enable_gqa": 1}, TypeError, "enable_gqa"),
+        ({"enable_gqa": True, "window_size": (-1.0, -1)}, TypeError, "window_size"),
+        ({"enable_gqa": True, "window_size": (-1, False)}, TypeError, "window_size"),
+        ({"enable_gqa": True, "window_size": (-2, 4)}, ValueError, "window_size"),
+        ({"enable_gqa": True, "num_splits": 1}, NotImplementedError, "num_splits"),
+    ):
+        with pytest.raises(error, match=f"{name}: "):
+            varlen_attn(q, k, v, *LENGTHS, **options)

@@ -115,14 +115,13 @@ def check_sizes(name: str, x: Tensor, allowed: Mapping[str, Iterable[int]]) -> N
 
 def check_device(x: object, device: torch.device | None) -> None:
     """Raise unless all tensors of a term are on one device, the call's if it is given."""
-    for field in dataclasses.fields(x):  # type: ignore[arg-type]
-        tensor = getattr(x, field.name)
+    for name, tensor in vars(x).items():
         if not isinstance(tensor, Tensor):
             continue
         if device is None:
             device = tensor.device
         elif tensor.device != device:
-            raise ValueError(f"{name_of(x, field.name)}: must be on {device}, got {tensor.device}")
+            raise ValueError(f"{name_of(x, name)}: must be on {device}, got {tensor.device}")
 
 
 # --- positions ---
@@ -144,7 +143,7 @@ def check_starts(x: Any, B: int | None = None) -> None:
     """Check the query_start and key_start of a term, also against the batch size if given."""
     for field in ("query_start", "key_start"):
         start = getattr(x, field)
-        if start is None and field == "query_start":
+        if (start is None and field == "query_start") or (type(start) is int and start == 0):
             continue
         check_start(name_of(x, field), start)
         if B is not None and isinstance(start, Tensor) and start.numel() not in (1, B):

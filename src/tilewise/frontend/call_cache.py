@@ -59,7 +59,7 @@ def settings_key(
 
 def _look_up(inputs: Inputs, arguments: tuple) -> tuple[tuple, Inputs] | None:
     """Return the key of a call and its inputs without a bias term; None if it is not cached: only eager calls are."""
-    q, k, v, bias, mask, _, _, _, lengths, _ = inputs
+    q, k, v, bias, mask, sink, _, _, lengths, _ = inputs
     if type(mask) is TileMask:
         if mask.kept is not None:  # selected keys: the gather is chosen while the call is read
             return None
@@ -68,10 +68,11 @@ def _look_up(inputs: Inputs, arguments: tuple) -> tuple[tuple, Inputs] | None:
         settings = _settings(bias)
         if settings is None:
             return None
-        inputs, arguments = inputs._replace(bias=None), (arguments, settings)
+        _, _, _, _, mask, _, *more = inputs
+        inputs, arguments = Inputs(q, k, v, None, mask, sink, *more), (arguments, settings)
     tensors = inputs.tensors()
-    if lengths is not None and lengths.cu_q is lengths.cu_k:
-        tensors, arguments = (*tensors[:7], *tensors[8:]), (arguments, "the same offsets")
+    if len(tensors) == 10 and tensors[6] is tensors[7]:  # offsets of queries and keys
+        tensors, arguments = (*tensors[:7], *tensors[8:]), (arguments, "self-attention")
     if q is None or k is None or v is None or not is_eager(tensors):
         return None
     return ("call" if lengths is None else "packed", layouts(*tensors), arguments), inputs
@@ -101,7 +102,7 @@ def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> Found:
     terms, run, views, vector = known
     if vector is not None:
         rule, first, width = vector
-        inputs = inputs._replace(parts=Parts(toeplitz=vector_of(rule, term.of, first, width)))
+        inputs = Inputs(*inputs[:6], Parts(toeplitz=vector_of(rule, term.of, first, width)), *inputs[7:])
     if terms.dropout:
         inputs = inputs._replace(seed=drawn_seed(inputs.q))
     return eager_attention(inputs, terms, run, views, return_lse)
@@ -176,7 +177,7 @@ def cache_call(
     if terms.dropout:  # any seed: its numbers do not matter
         ready = ready._replace(seed=seed_tensor((0, 0), ready.q.device))
     run = forward_of(ready, terms)
-    if read.lengths is not None and read.bias is None and getattr(run, "takes_rows", False):
+    if read.lengths is not None and getattr(run, "takes_rows", False):
         views = ShapedViews.between(given, read._replace(q=given.q, k=given.k, v=given.v))
     calls.put(key, Cached(terms, run, views, vector))
     if len(key[1]) == 6 and vector is None and not terms.dropout:

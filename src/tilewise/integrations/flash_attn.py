@@ -382,30 +382,34 @@ def _dense(tensors: _Tensors, options: _Options) -> Any:
 
 
 def _varlen(tensors: _Tensors, lengths: _Lengths, options: _Options) -> Any:
-    found = _known(tensors, lengths, options)
-    if found is None:
-        _check_tensors(tensors, "(total, heads, head_dim)")
-        lengths.check(tensors.q)
-        keywords = options.keywords(lengths.cu_seqlens_q.shape[0] - 1, tensors.q)
-        cu_q, cu_k, max_q, max_k = lengths[:4]
-        found = varlen_attention(*tensors[:3], cu_q, cu_k, max_q, max_k, **keywords)
-        if isinstance(found, Tensor):
-            return found.contiguous()
+    known = _known(tensors, lengths, options)
+    if known is not None:
+        o, lse = known
+        return (o.contiguous(), lse, None) if options.return_attn_probs else o.contiguous()
+    _check_tensors(tensors, "(total, heads, head_dim)")
+    lengths.check(tensors.q)
+    keywords = options.keywords(lengths.cu_seqlens_q.shape[0] - 1, tensors.q)
+    cu_q, cu_k, max_q, max_k = lengths[:4]
+    found = varlen_attention(*tensors[:3], cu_q, cu_k, max_q, max_k, **keywords)
+    if isinstance(found, Tensor):
+        return found.contiguous()
     o, lse = found
-    return (o.contiguous(), lse, None) if options.return_attn_probs else o.contiguous()
+    return o.contiguous(), lse, None
 
 
 def _known(tensors: _Tensors, lengths: _Lengths, options: _Options) -> Found:
     """Return o and lse of a packed call without slopes that is cached. Its arguments have passed all checks before."""
     dropout_p, scale, causal, window, softcap, slopes, deterministic, return_lse, bias = options
-    if slopes is not None or type(deterministic) is not bool or torch.compiler.is_compiling():
+    if slopes is not None or type(softcap) is not float or type(deterministic) is not bool:
         return None
-    if type(window) is tuple and len(window) == 2 and type(window[0]) is type(window[1]) is int:
-        left, right = window
-        window = None if left < 0 and right < 0 else (None if left < 0 else left, None if right < 0 else right)
-    if type(softcap) is float and softcap <= 0:
-        softcap = None  # type: ignore[assignment]
-    settings = settings_key(causal, window, scale, softcap, dropout_p, True if deterministic else None)  # type: ignore[arg-type]
+    if type(window) is not tuple or len(window) != 2 or torch.compiler.is_compiling():
+        return None
+    left, right = window
+    if type(left) is not int or type(right) is not int:
+        return None
+    limits = None if left < 0 and right < 0 else (None if left < 0 else left, None if right < 0 else right)
+    cap = None if softcap <= 0 else softcap
+    settings = settings_key(causal, limits, scale, cap, dropout_p, True if deterministic else None)
     q, k, v, _ = tensors
     cu_q, cu_k, max_q, max_k, *_ = lengths
     given = Inputs(q, k, v, bias, None, None, None, None, Lengths(cu_q, cu_k))  # type: ignore[arg-type]

@@ -39,6 +39,9 @@ class KnownMask(NamedTuple):
     group_lists: Tensor | None = None
 
 
+NOTHING_KNOWN = KnownMask()
+
+
 class MaskSummary:
     """Launches that summarise the mask of one problem, for one layout of the mask.
 

@@ -22,6 +22,8 @@ from tilewise.backends import (
     empty_low_bits,
     empty_mended,
     empty_output,
+    heads_first,
+    rows_first,
     saved_lse_dtype,
 )
 from tilewise.backends.kernels.block_mask import tile_how, tile_layout
@@ -167,6 +169,8 @@ class Constexprs(NamedTuple):
 class TritonForward:
     """Prepared forward of one problem, for all tensors of one layout."""
 
+    takes_rows = True
+
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, *_ = inputs
         self.problem = problem
@@ -197,6 +201,8 @@ class TritonForward:
         sizes = _sizes(problem, inputs)._replace(splits=shares)
         o = target = empty_output(q, problem.value_dim, "meta")
         self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
+        rows = o if problem.totals is None else rows_first(o)
+        self.outputs = {4: (*self.layout_o, o.shape[:3]), 3: (rows.shape, rows.stride(), o.shape[1:3])}  # by q's axes
         self.empty_low = None if o_low is None else allocation(o_low, q.device)
         self.lse_dtype = saved_lse_dtype(problem.dtype, problem)
         self.merge, self.shared = None, None
@@ -243,9 +249,10 @@ class TritonForward:
             return self.other(inputs)
         q = inputs.q
         with device_of(q):
-            o = torch.empty_strided(*self.layout_o, dtype=q.dtype, device=q.device)
-            lse = torch.empty(self.layout_o[0][:3], dtype=self.lse_dtype, device=q.device)
-            o_low = None if self.empty_low is None else self.empty_low()
+            shape, strides, lse_shape = self.outputs[q.dim()]
+            o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
+            lse = torch.empty(lse_shape, dtype=self.lse_dtype, device=q.device)
+            o_low = None if self.empty_low is None else self.empty_low().as_strided(shape, strides)
             if self.problem.totals is not None and inputs.parts is not None:  # rows outside all sequences
                 o.zero_()
                 lse.fill_(-torch.inf)
@@ -260,7 +267,8 @@ class TritonForward:
                     self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, None, share_lse)
                     self.merge(shares, share_lse, o, o_low, lse, inputs.sink)
             except OutOfResources as error:
-                self.other = smaller(self, error, inputs)
+                q, k, v = inputs[:3] if q.dim() == 4 else map(heads_first, inputs[:3])
+                self.other = smaller(self, error, inputs._replace(q=q, k=k, v=v))
                 return self.other(inputs)
         return Outputs(o, lse, o_low)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, allocation, device_of, empty_mended, rows_first
-from tilewise.backends.gluon.masks import KnownMask, MaskSummary
+from tilewise.backends.gluon.masks import NOTHING_KNOWN, KnownMask, MaskSummary
 from tilewise.backends.gluon.preprocess import ZEROED_AT_ONCE, Lists, packed_preprocess_kernel, preprocess_kernel
 from tilewise.backends.gluon.score import kept_weight, score_terms
 from tilewise.backends.gluon.sm90.backward.batched import batched_kernel
@@ -65,7 +65,7 @@ from tilewise.backends.gluon.values import Skewed, as_matrix, ends, range_consta
 from tilewise.backends.gluon.varlen import BothLists
 from tilewise.backends.gluon.varlen_values import PackedValues, laid_out
 from tilewise.backends.kernels.sinks import SinkGradient
-from tilewise.backends.kernels.tile_lists import Flat, TileListCache, flat_and_lists
+from tilewise.backends.kernels.tile_lists import Flat, TileListCache
 from tilewise.backends.launch.launcher import POINTER, Launch, Record, constants, strided, strided_if_any, strided_rows
 from tilewise.backends.protocol import Structure
 from tilewise.spec.operands import BiasKind
@@ -75,8 +75,6 @@ from tilewise.spec.seqlens import Lengths
 
 class HopperBackward:
     """Backward prepared for a problem and layouts of tensors; it computes every gradient, required or not."""
-
-    takes_rows = True
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs):
         q, k, v, bias, mask, sink, parts, *_ = inputs
@@ -152,6 +150,7 @@ class HopperBackward:
             counted = first + dbias.shape[0] * dbias.stride(0)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
         self.layouts = {4: [(x.shape, x.stride()) for x in (dq, dk, dv)]}  # by the dimensions of q
+        self.takes_rows = bias is None  # see `bias_gradient`
         if p.totals is not None:
             self.layouts[3] = [(x.shape, x.stride()) for x in map(rows_first, (dq, dk, dv))]
         self.summary, self.mask = None, None
@@ -291,16 +290,16 @@ class HopperBackward:
         """Return this backward for other lengths, or None if these need other constants."""
         return resized_backward(self, structure, lo, hi)
 
-    def buffers(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return row statistics, counters and dq_accum (if unused, the first), uninitialised."""
+    def buffers(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return row statistics, counters and dq_accum (if unused, the first), uninitialised, on its device."""
         stats_size, counted, accum = self.sizes
-        stats = torch.empty(stats_size, dtype=torch.float32, device=device)
-        counts = torch.empty(self.flags + counted, dtype=torch.int32, device=device)
+        stats = like.new_empty(stats_size, dtype=torch.float32)
+        counts = like.new_empty(self.flags + counted, dtype=torch.int32)
         if self.flags:
             counts = counts[self.flags :]
         if self.dq_stored:
             return stats, counts, stats
-        return stats, counts, torch.empty((accum, DQ_COLS.value), dtype=torch.float32, device=device)
+        return stats, counts, like.new_empty((accum, DQ_COLS.value), dtype=torch.float32)
 
     def _sum_of_dq(self, dq_accum: Tensor, config: BackwardConfig, width: int) -> Any:
         if not config.dq_by_tma:
@@ -330,7 +329,7 @@ class HopperBackward:
         do, dlse, _ = cotangents
         needs = self.needs
         with device_of(q):
-            stats, counts, dq_accum = self.buffers(q.device)
+            stats, counts, dq_accum = self.buffers(q)
             dq, dk, dv = [torch.empty_strided(*x, dtype=q.dtype, device=q.device) for x in self.layouts[q.dim()]]
             rows_listed: tuple[Tensor, ...] = ()
             key_list, dquery = None, None
@@ -370,7 +369,7 @@ class HopperBackward:
             mended = None if self.empty_mended is None else self.empty_mended()
             self.before(o, o_low, do, lse, dlse, of_rows, stats, sums, counts, mended, *both_lists)
             ds_buffer = None if self.empty_ds_buffer is None else self.empty_ds_buffer()
-            _, known = flat_and_lists(self.mask, mask, tiles, KnownMask())
+            known = NOTHING_KNOWN if self.mask is None else self.mask(mask, tiles)[1]
             if self.sparse_sum is not None and known.states is not None and dbias is not None:
                 self.sparse_sum.zero(known.states, dbias)
             tile_list = known.tile_list

@@ -18,7 +18,7 @@ from tilewise.backends import (
     rows_first,
     saved_lse_dtype,
 )
-from tilewise.backends.gluon.masks import KnownMask, MaskSummary
+from tilewise.backends.gluon.masks import NOTHING_KNOWN, KnownMask, MaskSummary
 from tilewise.backends.gluon.scheduler import ForwardSizes
 from tilewise.backends.gluon.score import LOG2E, score_terms
 from tilewise.backends.gluon.sm90.common.config import (
@@ -70,7 +70,6 @@ from tilewise.spec.problem import Problem, RasterOrder
 
 MOST_TILED = 4096  # cached entries per number of query tiles, at most
 NO_MASK: Flat = (None,)
-NOTHING_KNOWN = KnownMask()
 WAVES = 2  # query tiles per program that balance differences in length
 
 
