@@ -41,17 +41,18 @@ def _calls() -> dict[str, Callable[..., Any]]:
     lengths = offsets, offsets, S, S
     packed = tilewise.varlen_attention
     return {
-        "attention": lambda *x: tilewise.attention(*(y.view(SEQUENCES, S, H, D).transpose(1, 2) for y in x)),
-        "varlen_attention": lambda *x: packed(*x, *lengths),
-        "causal": lambda *x: packed(*x, *lengths, causal=True),
-        "sink": lambda *x: packed(*x, *lengths, sink=slopes),
-        "along the keys": lambda *x: packed(*x, *lengths, bias=table[:1, :1].expand(H, SEQUENCES * S)),
-        "mask": lambda *x: packed(*x, *lengths, mask=torch.ones(1, 1, S, S, dtype=torch.bool)),
-        "dropout": lambda *x: packed(*x, *lengths, dropout_p=0.5),
-        "varlen_attn": lambda *x: tilewise.varlen_attn(*x, *lengths, window_size=(-1, -1)),
-        "flash_attn": lambda *x: flash_attn_varlen_func(*x, *lengths),
-        "alibi": lambda *x: packed(*x, *lengths, bias=alibi(slopes)),
-        "t5_bias": lambda *x: packed(*x, *lengths, bias=t5_bias(table, bidirectional=True)),
+        "attention": lambda x, rows: tilewise.attention(*(y.view(SEQUENCES, S, H, D).transpose(1, 2) for y in x)),
+        "varlen_attention": lambda x, rows: packed(*x, *lengths),
+        "causal": lambda x, rows: packed(*x, *lengths, causal=True),
+        "sink": lambda x, rows: packed(*x, *lengths, sink=slopes),
+        "along the keys": lambda x, rows: packed(*x, *lengths, bias=rows[..., 0]),
+        "along the queries": lambda x, rows: packed(*x, *lengths, bias=rows, return_lse=True),
+        "mask": lambda x, rows: packed(*x, *lengths, mask=torch.ones(1, 1, S, S, dtype=torch.bool)),
+        "dropout": lambda x, rows: packed(*x, *lengths, dropout_p=0.5),
+        "varlen_attn": lambda x, rows: tilewise.varlen_attn(*x, *lengths, window_size=(-1, -1)),
+        "flash_attn": lambda x, rows: flash_attn_varlen_func(*x, *lengths),
+        "alibi": lambda x, rows: packed(*x, *lengths, bias=alibi(slopes)),
+        "t5_bias": lambda x, rows: packed(*x, *lengths, bias=t5_bias(table, bidirectional=True)),
     }
 
 
@@ -60,26 +61,28 @@ def _measured(call: Callable[..., Any], launched: list[str]) -> Repeated:
     from tilewise.frontend import varlen
 
     tensors = [torch.randn(SEQUENCES * S, H, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    rows = torch.randn(H, SEQUENCES * S, 1, requires_grad=True)
 
-    def both() -> list[Tensor]:
-        o = call(*tensors)
-        return [o, *torch.autograd.grad(o, tensors, o.detach())]
+    def both() -> list[Tensor | None]:
+        results = call(tensors, rows)
+        results = results if isinstance(results, tuple) else (results,)
+        return [*results, *torch.autograd.grad(results, (*tensors, rows), results, allow_unused=True)]
 
     clear_caches()
     frames, kernels = [], []
-    for step in (torch.no_grad()(lambda: call(*tensors)), both):
+    for step in (torch.no_grad()(lambda: call(tensors, rows)), both):
         for _ in range(3):
             step()
         launched.clear()
         frames.append(_frames(step))
         kernels.append(list(launched))
-    found = [(x.shape, x.stride()) for x in both()]
+    found = [None if x is None else (x.shape, x.stride()) for x in both()]
     clear_caches()
     cached, varlen.cached_packed = varlen.cached_packed, lambda *_: None
     import tilewise.varlen as public
 
     public.cached_packed = varlen.cached_packed
-    alone = [(x.shape, x.stride()) for x in both()]
+    alone = [None if x is None else (x.shape, x.stride()) for x in both()]
     varlen.cached_packed = public.cached_packed = cached
     return Repeated((frames[0], frames[1]), (kernels[0], kernels[1]), found, alone)
 
@@ -89,7 +92,8 @@ def _frames(step: Callable[[], Any]) -> int:
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal found
-        found += event == "call" and "tilewise" in frame.f_code.co_filename
+        name = frame.f_globals.get("__name__", "")
+        found += event == "call" and (name.startswith("tilewise.") or frame.f_code.co_filename == "<tilewise launch>")
 
     sys.setprofile(count)
     try:

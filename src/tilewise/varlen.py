@@ -159,7 +159,8 @@ def varlen_attn(
     """
     if (
         type(window_size) is tuple and len(window_size) == 2 and type(window_size[0]) is type(window_size[1]) is int
-        and block_table is num_splits is return_aux is None and type(enable_gqa) is bool and not torch.compiler.is_compiling()
+        and block_table is num_splits is return_aux is None and type(enable_gqa) is bool
+        and not torch.compiler.is_compiling()
     ):  # fmt: skip
         given = Inputs(query, key, value, bias, None, None, None, None, Lengths(cu_seq_q, cu_seq_k, seqused_k))  # type: ignore[arg-type]
         found = cached_packed(given, (max_q, max_k), settings_key(*_limits(*window_size), scale), False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from host_child import repeated
 from processes import call
@@ -10,29 +12,29 @@ pytest.importorskip("triton")
 
 # Frames more than a dense call's: forward, both passes.
 FRAMES = {"varlen_attention": (9, 22), "varlen_attn": (13, 26), "flash_attn": (13, 26)}
-VIEWS = ("causal", "sink", "along the keys", "mask", "dropout", "alibi", "t5_bias")
+VIEWS = ("causal", "sink", "along the keys", "along the queries", "mask", "dropout", "alibi", "t5_bias")
 
 
-@pytest.fixture(scope="module")
+@cache
 def found():
     return call(repeated, "attention", *FRAMES, *VIEWS, environment={})
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_frames_of_a_repeated_call(found, name):
+def test_frames_of_a_repeated_call(name):
     """Neither the caller's arguments nor views of tensors take more."""
-    for packed, dense, more in zip(found[name].frames, found["attention"].frames, FRAMES[name], strict=True):
+    for packed, dense, more in zip(found()[name].frames, found()["attention"].frames, FRAMES[name], strict=True):
         assert packed <= dense + more
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_launches_of_a_repeated_call(found, name):
+def test_launches_of_a_repeated_call(name):
     """One list of tiles more, made anew in each pass: the offsets may have changed."""
-    forward, both = found[name].kernels
+    forward, both = found()[name].kernels
     assert forward == ["tiles_kernel", "forward_kernel"]
     assert both == [*forward, "both_lists_kernel", "packed_preprocess_kernel", "backward_kernel"]
 
 
 @pytest.mark.parametrize("name", [*FRAMES, *VIEWS])
-def test_results_have_the_shapes_and_strides_of_an_uncached_call(found, name):
-    assert found[name].layouts == found[name].alone
+def test_results_have_the_shapes_and_strides_of_an_uncached_call(name):
+    assert found()[name].layouts == found()[name].alone

@@ -8,6 +8,7 @@ from helpers import cached
 from varlen_biases import BIASES
 from varlen_helpers import DOUBLE, FLOAT, HALF, SMALL, USED, H, Lengths, New, call, gradients, tensors
 
+import tilewise.varlen as public
 from tilewise import varlen_attention
 from tilewise.bias import RaggedBias
 from tilewise.cache import calls
@@ -38,7 +39,7 @@ def forgotten():
 
 def twice(monkeypatch, lengths, name, remembered, **options):
     """(o, lse, gradients) of the first call, and of another one of the same kind with other numbers, and of that one
-    read anew; the second is not read."""
+    without the cache; the second is not read."""
     found = []
     for n in range(3):
         if n == 2:
@@ -49,8 +50,11 @@ def twice(monkeypatch, lengths, name, remembered, **options):
         with monkeypatch.context() as patch:
             if n == 1 and remembered:
                 patch.setattr(varlen, "read_packed", None)
+            if n == 2:
+                for module in (varlen, public):
+                    patch.setattr(module, "cached_packed", lambda *_: None)
             outputs = call(qkv, lengths, bias=bias, **options)
-        assert bool(cached("packed")) == remembered
+        assert bool(cached("packed")) == (remembered and n < 2)
         found.append((*outputs, *gradients(outputs, (*qkv, *new.leaves), do, dlse)))
     return found
 
@@ -65,6 +69,13 @@ def test_a_call_again(monkeypatch, name, options):
         assert x.stride() == y.stride() or not x.numel()
         assert torch.equal(x, y)
     assert not torch.equal(first[0], again[0])
+
+
+@pytest.mark.parametrize("name", ["t5", "alibi"])
+def test_distances_again(monkeypatch, name):
+    """They count from the last query and key, of which there are not equally many."""
+    _, again, alone = twice(monkeypatch, Lengths((3, 5, 1), (7, 11, 2)), name, True)
+    assert all(torch.equal(x, y) for x, y in zip(again, alone, strict=True))
 
 
 def test_a_mask_again(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -165,11 +164,8 @@ def cache_call(
         views = ShapedViews.between(given, read)
     if given.bias is not inputs.bias:  # a bias term
         term: Any = inputs.bias
-        M, N, packed = read.q.shape[2], read.k.shape[2], call.score.packed
-        if packed is not None:
-            M, N = packed.max_q, packed.max_k
-            if term.query_start is None:  # as in `bias.packed`: distances from the last query and key
-                M, N, term = N, M, replace(term, query_start=0)
+        packed = call.score.packed
+        M, N = (read.q.shape[2], read.k.shape[2]) if packed is None else (packed.max_q, packed.max_k)
         if read.parts is None or M + N < 2:
             return None
         vector = term.rule, 1 - M + shift_of(term, M, N)[0], M + N - 1
