@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 SEQUENCES, S, H, D = 2, 128, 4, 64
 
@@ -17,7 +19,8 @@ SEQUENCES, S, H, D = 2, 128, 4, 64
 class Repeated(NamedTuple):
     """Python frames of tilewise in a repeated call, the kernels that it launches; forward, then both passes.
 
-    layouts: shape and strides of o, the LSE and all gradients. alone: those of a call that was not cached.
+    layouts: shape and strides of o, the LSE and all gradients, also of a backward by the operator.
+    alone: those of a call that was not cached.
     """
 
     frames: tuple[int, int]
@@ -57,16 +60,18 @@ def _calls() -> dict[str, Callable[..., Any]]:
 
 
 def _measured(call: Callable[..., Any], launched: list[str]) -> Repeated:
+    import tilewise.varlen as public
     from tilewise.cache import clear_caches
     from tilewise.frontend import varlen
 
     tensors = [torch.randn(SEQUENCES * S, H, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     rows = torch.randn(H, SEQUENCES * S, 1, requires_grad=True)
 
-    def both() -> list[Tensor | None]:
+    def both(counted: bool = False) -> list[Tensor | None]:
         results = call(tensors, rows)
         results = results if isinstance(results, tuple) else (results,)
-        return [*results, *torch.autograd.grad(results, (*tensors, rows), results, allow_unused=True)]
+        with FlopCounterMode(display=False) if counted else nullcontext():
+            return [*results, *torch.autograd.grad(results, (*tensors, rows), results, allow_unused=True)]
 
     clear_caches()
     frames, kernels = [], []
@@ -76,13 +81,11 @@ def _measured(call: Callable[..., Any], launched: list[str]) -> Repeated:
         launched.clear()
         frames.append(_frames(step))
         kernels.append(list(launched))
-    found = [None if x is None else (x.shape, x.stride()) for x in both()]
+    found = [None if x is None else (x.shape, x.stride()) for x in (*both(), *both(counted=True))]
     clear_caches()
-    cached, varlen.cached_packed = varlen.cached_packed, lambda *_: None
-    import tilewise.varlen as public
-
-    public.cached_packed = varlen.cached_packed
-    alone = [None if x is None else (x.shape, x.stride()) for x in both()]
+    cached = varlen.cached_packed
+    varlen.cached_packed = public.cached_packed = lambda *_: None
+    alone = [None if x is None else (x.shape, x.stride()) for x in (*both(), *both(counted=True))]
     varlen.cached_packed = public.cached_packed = cached
     return Repeated((frames[0], frames[1]), (kernels[0], kernels[1]), found, alone)
 

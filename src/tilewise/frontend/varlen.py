@@ -87,12 +87,12 @@ def cached_packed(
     """
     if settings is None or type(return_lse) is not bool or not type(longest[0]) is type(longest[1]) is int:
         return None
-    q, k, v, bias, mask, *_ = given
-    if isinstance(q, Tensor) and q.is_cuda:
-        longest = shared_longest(longest, bias, mask)
+    bias: Any = given.bias
+    if isinstance(given.q, Tensor) and given.q.is_cuda:
+        longest = shared_longest(longest, bias, given.mask)
     arguments = longest, exact, settings
     if autocast_somewhere():
-        q, k, v = cast(q, k, v)
+        q, k, v = cast(*given[:3])
         given = given._replace(q=q, k=k, v=v)
     if type(bias) is RaggedBias and given.lengths is not None:
         given = given._replace(bias=bias.values, lengths=given.lengths._replace(pairs=bias.offsets))

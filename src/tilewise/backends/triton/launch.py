@@ -201,8 +201,8 @@ class TritonForward:
         sizes = _sizes(problem, inputs)._replace(splits=shares)
         o = target = empty_output(q, problem.value_dim, "meta")
         self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
-        rows = o if problem.totals is None else rows_first(o)
-        self.outputs = {4: (*self.layout_o, o.shape[:3]), 3: (rows.shape, rows.stride(), o.shape[1:3])}  # by q's axes
+        rows = rows_first(o)
+        self.rows = None if problem.totals is None else (rows.shape, rows.stride(), o.shape[1:3])
         self.empty_low = None if o_low is None else allocation(o_low, q.device)
         self.lse_dtype = saved_lse_dtype(problem.dtype, problem)
         self.merge, self.shared = None, None
@@ -249,7 +249,9 @@ class TritonForward:
             return self.other(inputs)
         q = inputs.q
         with device_of(q):
-            shape, strides, lse_shape = self.outputs[q.dim()]
+            shape, strides, lse_shape = *self.layout_o, self.layout_o[0][:3]
+            if self.rows is not None and q.dim() == 3:
+                shape, strides, lse_shape = self.rows
             o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
             lse = torch.empty(lse_shape, dtype=self.lse_dtype, device=q.device)
             o_low = None if self.empty_low is None else self.empty_low().as_strided(shape, strides)

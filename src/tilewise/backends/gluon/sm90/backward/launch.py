@@ -149,10 +149,9 @@ class HopperBackward:
             self.dbias_layout = dbias.shape, dbias.stride(), self.flags + first
             counted = first + dbias.shape[0] * dbias.stride(0)
         self.sizes = stats.shape[0], counted, dq_accum.shape[0]
-        self.layouts = {4: [(x.shape, x.stride()) for x in (dq, dk, dv)]}  # by the dimensions of q
-        self.takes_rows = bias is None  # see `bias_gradient`
-        if p.totals is not None:
-            self.layouts[3] = [(x.shape, x.stride()) for x in map(rows_first, (dq, dk, dv))]
+        self.layouts = tuple([(x.shape, x.stride()) for x in (dq, dk, dv)])
+        rows = map(rows_first, (dq, dk, dv) if packed else ())
+        self.rows, self.takes_rows = tuple([(x.shape, x.stride()) for x in rows]), bias is None  # see `bias_gradient`
         self.summary, self.mask = None, None
         if p.mask is not None:
             sorts = longest_first(problem)
@@ -330,7 +329,8 @@ class HopperBackward:
         needs = self.needs
         with device_of(q):
             stats, counts, dq_accum = self.buffers(q)
-            dq, dk, dv = [torch.empty_strided(*x, dtype=q.dtype, device=q.device) for x in self.layouts[q.dim()]]
+            layouts = self.layouts if q.dim() == 4 else self.rows
+            dq, dk, dv = [torch.empty_strided(*x, dtype=q.dtype, device=q.device) for x in layouts]
             rows_listed: tuple[Tensor, ...] = ()
             key_list, dquery = None, None
             if self.lists is not None and lengths is not None:

@@ -124,11 +124,9 @@ class HopperForward:
                 self.documents, self.as_packed = TileListCache(both, problem), other.main
         o = empty_output(q, problem.value_dim, "meta")
         self.packed = None if inputs.lengths is None else TileList(problem, config.block_m, o)
-        lse = o.new_empty(o.shape[:3])
-        self.outputs = {4: (o.shape, o.stride(), lse.shape, lse.stride())}  # by the dimensions of q
-        if packed:
-            rows, lse = rows_first(o), lse[0]
-            self.outputs[3] = rows.shape, rows.stride(), lse.shape, lse.stride()
+        lse, rows = o.new_empty(o.shape[:3]), rows_first(o)
+        self.layout_o, self.layout_lse = (o.shape, o.stride()), (lse.shape, lse.stride())
+        self.rows = ((rows.shape, rows.stride()), (lse.shape[1:], lse.stride()[1:])) if packed else None
         o_low = empty_low_bits(o, problem)
         self.empty_low = None if o_low is None else allocation(o_low, q.device)
         self.lse_dtype = saved_lse_dtype(problem.dtype, inputs)
@@ -203,7 +201,7 @@ class HopperForward:
             values += self._more(inputs)
         kind = kind, ends, M & 15 == 0, N & 15 == 0
         found = self.made.get(kind) or resized_launches(self.bases, self.made, kind, values)
-        return Resized(self, layout_o, values, found)
+        return Resized(self, layout_o, ((batch, heads, M), (heads * M, M, 1)), values, found)
 
     def _more(self, inputs: Inputs) -> tuple[tuple[int, ...], ...]:
         """Return shapes and strides of bias and sink."""
@@ -238,9 +236,9 @@ class HopperForward:
         if is_elsewhere(q):
             with torch.cuda.device(q.device):
                 return self(inputs)
-        shape, strides, lse_shape, lse_strides = self.outputs[q.dim()]
-        o = q.new_empty_strided(shape, strides)
-        lse = q.new_empty_strided(lse_shape, lse_strides, dtype=self.lse_dtype)
+        layout_o, layout_lse = (self.layout_o, self.layout_lse) if self.rows is None or q.dim() == 4 else self.rows
+        o = q.new_empty_strided(*layout_o)
+        lse = q.new_empty_strided(*layout_lse, dtype=self.lse_dtype)
         o_low = None if self.empty_low is None else self.empty_low()
         tile_count_semaphore, flat, known = None, NO_MASK, NOTHING_KNOWN
         if self.documents is not None and self.as_packed is not None:
@@ -271,10 +269,12 @@ class HopperForward:
 class Resized:
     """A `HopperForward` for other lengths, of a dense call without a mask and bias components."""
 
-    __slots__ = ("kept", "launches", "layout_o", "of", "varied")
+    __slots__ = ("kept", "launches", "layout_lse", "layout_o", "of", "varied")
 
-    def __init__(self, of: HopperForward, layout_o: Any, values: tuple[Any, ...], launches: Sequence[Whole]) -> None:
-        self.of, self.layout_o, self.varied, self.launches = of, layout_o, values, launches
+    def __init__(
+        self, of: HopperForward, layout_o: Any, layout_lse: Any, values: tuple[Any, ...], launches: Sequence[Whole]
+    ) -> None:  # fmt: skip
+        self.of, self.layout_o, self.layout_lse, self.varied, self.launches = of, layout_o, layout_lse, values, launches
         self.kept: tuple[dict[Any, Any], ...] = ({}, {})  # of each launch
 
     def __call__(self, inputs: Inputs) -> Outputs:
@@ -283,9 +283,8 @@ class Resized:
             with torch.cuda.device(q.device):
                 return self(inputs)
         values, launches, (kept, fixup_cached) = self.varied, self.launches, self.kept
-        shape, strides = self.layout_o
-        o = q.new_empty_strided(shape, strides)
-        lse = q.new_empty(shape[:3], dtype=self.of.lse_dtype)
+        o = q.new_empty_strided(*self.layout_o)
+        lse = q.new_empty_strided(*self.layout_lse, dtype=self.of.lse_dtype)  # faster than new_empty
         count = torch.zeros(1, dtype=torch.int32, device=q.device) if self.of.dynamic else None
         launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
         if len(launches) > 1:
