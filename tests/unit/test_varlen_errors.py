@@ -117,6 +117,15 @@ def test_errors(name):
         varlen_attention(**arguments(**changes))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["q", "cu_seqlens_k"])
+def test_nested_tensors(name):
+    """They have no shape by which a call could be looked up."""
+    nested = torch.nested.nested_tensor([torch.zeros(4, H, D), torch.zeros(7, H, D)])
+    with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor .*, got a nested tensor"):
+        varlen_attention(**arguments(**{name: nested}))
+
+
 def test_lengths_are_checked_where_they_are_read():
     """In a forward; with validate= also before one."""
     named = arguments(cu_seqlens_q=ints(0, 4, 3, 11), validate=True)

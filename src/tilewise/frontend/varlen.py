@@ -96,9 +96,14 @@ def cached_packed(
         given = given._replace(q=q, k=k, v=v)
     if type(bias) is RaggedBias and given.lengths is not None:
         given = given._replace(bias=bias.values, lengths=given.lengths._replace(pairs=bias.offsets))
-    if call is None:
+    if call is not None:
+        return cache_call(given, arguments, return_lse, call, exact=exact)
+    try:
         return cached_call(given, arguments, return_lse)
-    return cache_call(given, arguments, return_lse, call, exact=exact)
+    except RuntimeError:
+        if any(isinstance(x, Tensor) and x.is_nested for x in given.tensors()):  # has no shape to look up
+            return None
+        raise
 
 
 def shared_longest(

@@ -22,7 +22,14 @@ Kind = tuple[torch.device, torch.dtype, torch.dtype]
 
 
 def _vector(heads: tuple[int, int], width: int, x: Tensor) -> Tensor:
-    return torch.empty((*heads, 1, width), dtype=torch.float32, device=x.device)
+    b, h = heads
+    return x.new_empty_strided((b, h, 1, width), (h * width, width, width, 1), dtype=torch.float32)
+
+
+def _matrix(x: Tensor) -> Strided:
+    """Return `strided` of a matrix as the last two axes."""
+    (rows, cols), (first, second) = x.shape, x.stride()
+    return Strided(None, 0, 0, 0 if rows == 1 else first, 0 if cols == 1 else second)
 
 
 # --- T5's table ---
@@ -44,7 +51,7 @@ def table_vector(table: Tensor, rows: Tensor, least: int, first: int, width: int
         heads = table.shape[1]
         vector = _vector((1, heads), width, table)
         kind = table.device, table.dtype, vector.dtype
-        launch = _table_vector(kind, strided(table[None, None]), heads, rows.shape[0], least, first, width)
+        launch = _table_vector(kind, _matrix(table), heads, rows.shape[0], least, first, width)
         launch(table, rows, vector)
     return vector
 
@@ -77,7 +84,7 @@ def table_gradient(gradient: Tensor, bounds: Tensor, first: int, table: Tensor) 
     with device_of(table):
         found = torch.empty_like(table)
         kind = table.device, gradient.dtype, table.dtype
-        layouts = strided(gradient), strided(found[None, None])
+        layouts = strided(gradient), _matrix(found)
         launch = _table_gradient(kind, *layouts, (table.shape[0], table.shape[1]), first, gradient.shape[3])
         launch(gradient, bounds, found)
     return found
@@ -115,7 +122,7 @@ def slopes_vector(slopes: Tensor, first: int, width: int, signed: bool) -> Tenso
         shape = slopes.shape[0], slopes.shape[1]
         vector = _vector(shape, width, slopes)
         kind = slopes.device, slopes.dtype, vector.dtype
-        _slopes_vector(kind, strided(slopes[None, None]), shape, first, width, signed)(slopes, vector)
+        _slopes_vector(kind, _matrix(slopes), shape, first, width, signed)(slopes, vector)
     return vector
 
 
@@ -150,7 +157,7 @@ def slopes_gradient(gradient: Tensor, first: int, slopes: Tensor, signed: bool) 
     with device_of(slopes):
         found = torch.empty_like(slopes)
         kind = slopes.device, gradient.dtype, slopes.dtype
-        layouts = strided(gradient), strided(found[None, None])
+        layouts = strided(gradient), _matrix(found)
         shape = slopes.shape[0], slopes.shape[1]
         _slopes_gradient(kind, *layouts, shape, first, gradient.shape[3], signed)(gradient, found)
     return found
