@@ -352,6 +352,19 @@ def test_who_launches_a_resized_launch(short):
     assert [(values, y) for values, (y,) in others] == [((2, 3), odd), ((2, 3), x)]
 
 
+def test_a_pointer_within_a_tensor(short):
+    """In the short way, in Triton's own, and where there is no tensor."""
+    from tilewise.backends.launch.arguments import Within, bound
+    from tilewise.backends.launch.launcher import POINTER
+
+    make, given = short
+    x, layout = torch.arange(12, dtype=torch.int32), Within(4, 16)
+    assert make((POINTER, layout, layout), (7,), (15, 15, None)).launch(x, x, None)
+    assert given[-1][-4:] == (x.data_ptr(), x.data_ptr() + 16, None, 7)
+    assert bound(layout, x).data_ptr() == x.data_ptr() + 16
+    assert bound(layout, None) is None
+
+
 def test_descriptors_are_kept_by_address(short):
     """As many as there is room for; then they begin anew, and a launch is laid out as before."""
     from tilewise.backends.launch.short_launch import _ADDRESSES
