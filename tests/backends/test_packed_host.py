@@ -11,7 +11,7 @@ from processes import call
 pytest.importorskip("triton")
 
 # Frames more than a dense call's: forward, both passes.
-FRAMES = {"varlen_attention": (9, 22), "varlen_attn": (13, 26), "flash_attn": (13, 26)}
+FRAMES = {"varlen_attention": (10, 24), "varlen_attn": (14, 28), "flash_attn": (14, 28)}
 VIEWS = ("causal", "sink", "along the keys", "along the queries", "mask", "dropout", "alibi", "t5_bias")
 
 
