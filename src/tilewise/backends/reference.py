@@ -147,8 +147,7 @@ def _dropout(problem: Problem, inputs: Inputs) -> Tensor | float:
     b, h, i, j = torch.meshgrid(*(torch.arange(n, device=seed.device) for n in shape), indexing="ij")
     at = problem.score.origin
     words = dropout.stream(seed, b + problem.sequence, h + at.head)
-    kept = dropout.kept(words, i + at.query, j + at.key, threshold)
-    return torch.where(kept, dropout.weight(threshold), 0.0).double()
+    return dropout.kept(words, i + at.query, j + at.key, threshold).double() * dropout.weight(threshold)
 
 
 def _per_head(problem: Problem, x: Tensor) -> Tensor:
