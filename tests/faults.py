@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fault import Fault
+from faults_derivatives import DERIVATIVES
 from faults_distributed import DISTRIBUTED
 from faults_hopper import HOPPER
 from faults_masks import MASKS
@@ -726,5 +727,5 @@ FAULTS = [
         "NaN passes for a right answer",
         "tools/test_bench.py::test_a_wrong_answer_is_not_timed",
     ),
-    *MASKS, *DISTRIBUTED, *WINDOWS, *PACKED, *ONE_TILE, *MEMORY, *SDPA,
+    *MASKS, *DISTRIBUTED, *WINDOWS, *PACKED, *ONE_TILE, *MEMORY, *SDPA, *DERIVATIVES,
 ]  # fmt: skip

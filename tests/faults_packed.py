@@ -162,7 +162,7 @@ PACKED = [
         "backends/test_packed_host.py::test_results_have_the_shapes_and_strides_of_an_uncached_call",
     ),
     Fault(
-        "tilewise/operator/autograd.py", "if inputs.q.dim() == 3:", "if False:",
+        "tilewise/operator/derivatives.py", "if inputs.q.dim() == 3:", "if False:",
         "the operator gets a packed batch in the caller's shapes",
         "backends/test_packed_host.py::test_results_have_the_shapes_and_strides_of_an_uncached_call",
     ),

@@ -97,12 +97,13 @@ def attention(
 
     Returns:
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), natural logarithm, sink included, float32
-        (float64 for float64 inputs). Both are differentiable.
+        (float64 for float64 inputs). Both are differentiable, twice and in forward mode too (not fused yet).
 
     Raises:
         ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
         NotImplementedError: dropout with DTensors or in an ONNX graph; jagged tensors with holes; DTensors with more
-            than 4 dimensions; dropout_seed for leading dimensions that need several calls.
+            than 4 dimensions; dropout_seed for leading dimensions that need several calls; a third derivative, or a
+            jvp of a jvp.
 
     Examples:
         >>> q, k, v = (torch.randn(2, 8, 100, 64, requires_grad=True) for _ in range(3))

@@ -163,6 +163,7 @@ def test_every_page_with_code_is_run():
     assert found == {*PAGES, *ELSEWHERE}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own, at the first jvp
 @pytest.mark.parametrize("name", PAGES)
 def test_examples_run(name, capsys):
     """Those in Python, which need no download; each by itself, but those of a page of recipes one after the other."""

@@ -27,8 +27,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"spec", "quantities", "layouts", "cache"},
     {"backends"},
-    {"planner", "backends.launch"},
-    {"backends.kernels", "backends.sequences", "operator"},
+    {"planner", "backends.launch", "backends.sequences"},
+    {"derivatives"},
+    {"backends.kernels", "operator"},
     {"backends.reference", "backends.cpu", "backends.triton", "backends.gluon"},
     {"backends.gluon.sm90.common"},
     {"backends.gluon.sm90.forward"},

@@ -10,7 +10,6 @@ from helpers import cached, compute_by, empty_cache, opcheck
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewise import attention
@@ -316,13 +315,6 @@ def test_an_expanded_bias_gets_its_gradient_through_autograd():
     torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_second_derivative_raises():
-    q, k, v = tensors()
-    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"^tilewise\.attention has no second derivative"):
-        dq.sum().backward()
-
-
 def test_backward_twice_and_in_place_changes():
     """What is saved is guarded: an input changed in place between forward and backward is an error."""
     q, k, v = tensors()
@@ -409,25 +401,6 @@ def test_a_traced_call_is_the_operator():
     assert "tilewise::attention" in str(traced.graph)
     mask = torch.rand(1, 1, 5, 7) < 0.6
     assert torch.equal(traced(q, mask), call(q, mask))
-
-
-class Tagged(torch.Tensor):
-    """A subclass that changes nothing: its calls go through the dispatcher."""
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("watched", [False, True])
-def test_tangents_are_refused(watched):
-    """There is no forward-mode derivative, and none that is silently dropped where no gradient is asked for."""
-    q, k, v = tensors(requires_grad=False)
-    if watched:
-        k = k.as_subclass(Tagged)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(q, torch.ones_like(q))
-        for mode in (torch.no_grad(), torch.enable_grad()):
-            with mode, pytest.raises(RuntimeError, match=r"forward AD|jvp"):
-                attention(dual, k, v)
-        assert attention(q, k, v).shape == (2, 4, 5, 6)
 
 
 def test_without_the_lse_gradients_are_the_same():

@@ -248,14 +248,21 @@ def test_transforms():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_tangents_are_refused_by_name():
-    found = dynamic_mask(torch.randn(1, 2, 1, 130), keep=9)
-    q, k, v = (torch.randn(1, 2, 130, 8) for _ in range(3))
-    for at in range(3):
-        with torch.autograd.forward_ad.dual_level():
-            given = [torch.autograd.forward_ad.make_dual(x, x) if n == at else x for n, x in enumerate((q, k, v))]
-            with pytest.raises(NotImplementedError, match="attention has no forward-mode derivative"):
-                attention(*given, mask=found)
+def test_derivatives_of_gathered_keys():
+    """In forward mode nothing is gathered; a second derivative goes through the gather."""
+    found = dynamic_mask(torch.randn(1, 2, 1, 130, dtype=torch.double), keep=9)
+    leaves = tuple(torch.randn(1, 2, 130, 8, dtype=torch.double) for _ in range(3))
+
+    def derivatives(mask):
+        def loss(*qkv):
+            return attention(*qkv, mask=mask).square().sum()
+
+        given = [x.clone().requires_grad_() for x in leaves]
+        grads = torch.autograd.grad(loss(*given), given, create_graph=True)
+        second = torch.autograd.grad(sum(x.sin().sum() for x in grads), given)
+        return *second, torch.func.jvp(loss, leaves, leaves)[1]
+
+    torch.testing.assert_close(derivatives(found), derivatives(found.dense()))
 
 
 def test_dtensors_are_refused_by_name(monkeypatch):

@@ -426,9 +426,10 @@ def test_a_usual_call_is_not_folded_again(masked, monkeypatch):
     o = attention(*leaves[:3], bias=leaves[3], mask=mask)
     check([o], theirs[:1])
     assert o.shape == (B, N, H, M, D)
-    (grad,) = torch.autograd.grad(o.sum(), leaves[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        torch.autograd.grad(grad.sum(), leaves[0])
+    whole = formula(*leaves, mask)[0]
+    second = [torch.autograd.grad(x.square().sum(), leaves[0], create_graph=True)[0] for x in (o, whole)]
+    second = [torch.autograd.grad(x.square().sum(), leaves)[0] for x in second]
+    torch.testing.assert_close(*second, rtol=1e-3, atol=1e-4)
     for unusual in ({"causal": True}, {"bias": leaves[3][0]}, {"softcap": 1.0}, {"return_lse": True, "backend": "cpu"}):
         with pytest.raises(TypeError, match="NoneType"):
             attention(*leaves[:3], **{"bias": leaves[3], "mask": mask, **unusual})

@@ -88,34 +88,3 @@ def test_a_batch_of_cotangents():
         torch.autograd.grad(f(q, k, v)[0], (q, k, v), cotangents, is_grads_batched=True) for f in (tiled, plain)
     )
     torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("name", ["jvp", "jacfwd", "hessian", "linearize", "jvp, compiled"])
-def test_transforms_that_need_tangents_are_refused(name):
-    q, k, v, *_ = (x[0] for x in samples(1))
-
-    torch._dynamo.reset()
-
-    def total(q):
-        return attention(q, k, v).sum()
-
-    def jvp(q):
-        return torch.func.jvp(total, (q,), (q,))[1]
-
-    call = {
-        "jvp": jvp,
-        "jacfwd": torch.func.jacfwd(total),
-        "hessian": torch.func.hessian(total),
-        "linearize": lambda q: torch.func.linearize(total, q),
-        "jvp, compiled": torch.compile(jvp, backend="eager"),
-    }[name]
-    with pytest.raises(NotImplementedError, match=r"^tilewise\.attention has no forward-mode derivative"):
-        call(q)
-
-
-def test_the_gradient_of_a_gradient_is_refused():
-    q, k, v, *_ = (x[0] for x in samples(1))
-    inner = torch.func.grad(lambda q: attention(q, k, v).square().sum())
-    with pytest.raises(NotImplementedError, match=r"^tilewise\.attention has no second derivative"):
-        torch.func.grad(lambda q: inner(q).sum())(q)

@@ -186,15 +186,6 @@ def test_only_what_is_asked_for_gets_a_gradient():
     assert len(cached("packed")) == 1
 
 
-def test_second_derivative_raises():
-    for _ in range(2):
-        (q, *kv), do, _ = tensors(SMALL, DOUBLE)
-        o, _ = call((q, *kv), SMALL)
-        (dq,) = torch.autograd.grad((o * do).sum(), q, create_graph=True)
-        with pytest.raises(NotImplementedError, match=r"^tilewise\.attention has no second derivative"):
-            dq.sum().backward()
-
-
 def test_in_place_changes_are_noticed():
     for _ in range(2):
         (q, k, v), _, _ = tensors(SMALL, DOUBLE)

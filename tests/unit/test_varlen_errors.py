@@ -164,13 +164,6 @@ def test_a_ragged_bias_in_words():
     assert repr(RaggedBias(torch.zeros(4, 53), ints(0, 16, 52, 53))) == "RaggedBias((4, 53) float32, offsets (4,))"
 
 
-def test_no_second_derivative():
-    qkv, _, _ = tensors(SQUARE)
-    (dq,) = torch.autograd.grad(call(qkv, SQUARE)[0].sum(), qkv[0], create_graph=True)
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        dq.sum().backward()
-
-
 def test_no_dtensors(tmp_path):
     from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 

@@ -128,6 +128,12 @@ class Gradients(_one_each(None)):  # type: ignore[misc]
     __slots__ = ()
 
 
+class Tangents(_one_each(None)):  # type: ignore[misc]
+    """Tangents of the operands in the order of `Needs`, or cotangents of their gradients; None is zero."""
+
+    __slots__ = ()
+
+
 class Structure(NamedTuple):
     """A call apart from its lengths (see `tilewise.operator.structure`), together with these lengths."""
 

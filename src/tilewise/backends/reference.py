@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_output, lse_dtype, sequences
-from tilewise.backends.protocol import Pass, at_once
+from tilewise.backends.protocol import Pass, Tangents, at_once
+from tilewise.derivatives import packed
+from tilewise.derivatives.second import Second
 from tilewise.spec import dropout, reference
 from tilewise.spec.bias_components import Parts
 from tilewise.spec.problem import Problem
@@ -73,16 +76,120 @@ def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Out
     )
 
 
+def tangents(problem: Problem, inputs: Inputs, given: Tangents) -> tuple[Tensor, Tensor]:
+    """Return the tangents of o and the LSE."""
+    found = _moved(problem, inputs, given)
+    o = empty_output(inputs.q, problem.value_dim).copy_(found.o_tangent)
+    return o, found.shift.squeeze(-1).to(lse_dtype(o.dtype))
+
+
+def second(problem: Problem, inputs: Inputs, given: Tangents, cotangents: Outputs, needs: Needs) -> Second:
+    """Return the tangents of `backward`'s gradients, line by line, and those of o and the LSE."""
+    q, k, v, bias, _, sink, parts, *_ = inputs
+    found = _moved(problem, inputs, given)
+    p, p_tangent, z, visible, shift = found.p, found.p_tangent, found.z, found.visible, found.shift
+    fully_masked = ~visible.any(-1, keepdim=True)
+    seeing_q, q_tangent, do = (x.double().masked_fill(fully_masked, 0.0) for x in (q, found.q_tangent, cotangents.o))
+    kh, vh, k_tangent, v_tangent = (_per_head(problem, x) for x in (k, v, found.k_tangent, found.v_tangent))
+    delta = (do * found.o).sum(-1, keepdim=True)
+    if cotangents.lse is not None:
+        delta = delta - cotangents.lse.double().unsqueeze(-1)
+    delta_tangent = (do * found.o_tangent).sum(-1, keepdim=True)
+    dp, dp_tangent = z * (do @ vh.mT), z * (do @ v_tangent.mT)
+    ds, db = _score_gradients(problem, p, dp, delta, visible, found.capped)
+    db_tangent = torch.where(visible, p_tangent * (dp - delta) + p * (dp_tangent - delta_tangent), 0.0)
+    ds_tangent, slope = db_tangent, reference.transform_derivative(found.capped, problem.score)
+    if slope is not None and problem.score.softcap is not None:
+        bend = -2 / problem.score.softcap**2 * found.capped * slope  # the softcap's second derivative
+        ds_tangent = torch.where(visible, db_tangent * slope + db * bend * found.product, 0.0)
+    scale = problem.score.scale
+    sums = {
+        "q": scale * (reference.visible_product(ds_tangent, visible, kh)
+            + reference.visible_product(ds, visible, k_tangent)),
+        "k": scale * (ds_tangent.mT @ seeing_q + ds.mT @ q_tangent),
+        "v": (p_tangent * z).mT @ do,
+    }  # fmt: skip
+    if bias is not None:
+        sums["bias"] = db_tangent
+    if sink is not None and found.sink_tangent is not None:
+        p_sink_tangent = found.p_sink * (found.sink_tangent - shift)
+        sums["sink"] = -(p_sink_tangent * delta + found.p_sink * delta_tangent).squeeze(-1)
+    named = dict(zip(Needs._fields, inputs.differentiable(), strict=True))
+    grads = {} if parts is None else _part_gradients(problem, parts, db_tangent, needs)
+    for name, total in sums.items():
+        x = named[name]
+        if x is not None and getattr(needs, name):
+            whole = total.sum_to_size(x.shape) if name == "sink" else _sum_to(total, problem, x.shape)
+            grads[name] = torch.empty_like(x).copy_(whole)
+    o = empty_output(q, problem.value_dim).copy_(found.o_tangent)
+    return Second(Gradients(*map(grads.get, Gradients._fields)), o, shift.squeeze(-1).to(lse_dtype(q.dtype)))
+
+
 # A packed batch is computed one run of equal-length sequences at a time.
 prepare = {
     "forward": at_once(partial(sequences.forward, forward)),
     "backward": at_once(partial(sequences.backward, backward)),
 }
+derivatives = {
+    "tangents": partial(packed.tangents, dense=tangents),
+    "second": partial(packed.second, dense=second),
+}
+
+
+class _Moved(NamedTuple):
+    """Matrices of a forward and their tangents; product: tangent of scale · q·k. shift: of the LSE, a column."""
+
+    q_tangent: Tensor
+    k_tangent: Tensor
+    v_tangent: Tensor
+    sink_tangent: Tensor | None
+    product: Tensor
+    capped: Tensor
+    visible: Tensor
+    z: Tensor | float
+    p: Tensor
+    p_sink: Tensor
+    p_tangent: Tensor
+    shift: Tensor
+    o: Tensor
+    o_tangent: Tensor
+
+
+def _moved(problem: Problem, inputs: Inputs, given: Tangents) -> _Moved:
+    """Return `_Moved`; a tangent of None is zero."""
+    pairs = zip(Needs._fields, inputs.differentiable(), given, strict=True)
+    named = {name: torch.zeros_like(x) if y is None else y for name, x, y in pairs if x is not None}
+    kh, vh, k_tangent, v_tangent = (_per_head(problem, x) for x in (inputs.k, inputs.v, named["k"], named["v"]))
+    s, visible, capped = _scores(problem, inputs)
+    p, p_sink, _ = _softmax(s, inputs.sink)
+    product = problem.score.scale * (named["q"].double() @ kh.mT + inputs.q.double() @ k_tangent.mT)
+    slope = reference.transform_derivative(capped, problem.score)
+    ds = product if slope is None else slope * product
+    parts = inputs.parts
+    if parts is not None:
+        parts = parts._replace(**{name: x for name, x in named.items() if name in Parts._fields})
+    for x in _biases(problem, inputs._replace(bias=named.get("bias"), parts=parts)):
+        ds = ds + x
+    ds = torch.where(visible, ds, 0.0)
+    shift = (p * ds).sum(-1, keepdim=True)
+    sink_tangent = None
+    if inputs.sink is not None:
+        sink_tangent = named["sink"].double().unsqueeze(-1).expand_as(shift)
+        shift = shift + p_sink * sink_tangent
+    z = _dropout(problem, inputs)
+    p_tangent = p * (ds - shift)
+    o = reference.visible_product(p * z, visible, vh)
+    o_tangent = reference.visible_product(p_tangent * z, visible, vh)
+    o_tangent = o_tangent + reference.visible_product(p * z, visible, v_tangent)
+    return _Moved(
+        named["q"], named["k"], named["v"], sink_tangent, product, capped, visible, z, p, p_sink, p_tangent, shift, o,
+        o_tangent,
+    )  # fmt: skip
 
 
 def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scores (-inf where hidden), the visible pairs (bool), and the scores before the bias."""
-    q, k, _, bias, mask, _, parts, *_ = inputs
+    q, k, _, _, mask, *_ = inputs
     score = problem.score
     s = transformed = reference.transform(score.scale * (q.double() @ _per_head(problem, k).mT), score)
     rows = torch.arange(problem.queries, device=q.device)[:, None]
@@ -94,18 +201,23 @@ def _scores(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         mask = mask.repeat(problem.batch // mask.shape[0], 1, 1, 1)
     if mask is not None:
         visible = visible & _per_head(problem, mask)
+    for x in _biases(problem, inputs):
+        s = s + x
+        visible = visible & (x != -torch.inf)
+    return torch.where(visible, s, -torch.inf), visible, transformed
+
+
+def _biases(problem: Problem, inputs: Inputs) -> list[Tensor]:
+    """Return all that is added to the scores, in float64."""
+    bias, parts = inputs.bias, inputs.parts
     if problem.bias_in_runs and bias is not None:
         bias = bias.repeat_interleave(problem.batch // bias.shape[0], 0)
     added = [] if bias is None else [bias]
     if parts is not None:
         added += [x for _, x in parts.vectors()]
-        by_distance = [x._replace(values=x.values.double()) for _, x in parts.relatives(score, problem.queries)]
+        by_distance = [x._replace(values=x.values.double()) for _, x in parts.relatives(problem.score, problem.queries)]
         added += [gather(x, problem.queries, problem.keys) for x in by_distance]
-    for x in added:
-        x = _per_head(problem, x).double()
-        s = s + x
-        visible = visible & (x != -torch.inf)
-    return torch.where(visible, s, -torch.inf), visible, transformed
+    return [_per_head(problem, x) for x in added]
 
 
 def _part_gradients(problem: Problem, parts: Parts, db: Tensor, needs: Needs) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
     o_low = empty_low_bits(o, problem)
     if o_low is not None:
         o_low.zero_()
-    for x in _sequences(problem, inputs):
+    for x in dense_calls(problem, inputs):
         if x.run.keys:
             found = run(x.problem, x.inputs)
             x.part("q", o).copy_(found.o)
@@ -57,13 +57,13 @@ def backward(
     """Compute a backward with the dense ``run``; sum shared gradients in the LSE's dtype."""
     if problem.totals is None:
         return run(problem, inputs, outputs, cotangents, needs)
-    named, shared = _named(inputs), _shared(problem, inputs)
+    named, shared = _named(inputs), shared_names(problem, inputs)
     sums = {
         name: torch.zeros_like(x, dtype=lse_dtype(problem.dtype) if name in shared else x.dtype)
         for name, x in named.items()
         if getattr(needs, name, False)
     }
-    for x in _sequences(problem, inputs, wide=shared & sums.keys()):
+    for x in dense_calls(problem, inputs, wide=shared & sums.keys()):
         if x.run.keys == 0:
             _sink_alone(x, cotangents, sums)
             continue
@@ -81,7 +81,7 @@ def backward(
     ))  # fmt: skip
 
 
-def _sink_alone(x: _Sequence, cotangents: Outputs, sums: dict[str, Tensor]) -> None:
+def _sink_alone(x: DenseCall, cotangents: Outputs, sums: dict[str, Tensor]) -> None:
     """Add the sink gradient of queries without a key: lse = sink, so dsink = dlse."""
     if "sink" in sums and cotangents.lse is not None and x.inputs.sink is not None:
         total = x.part("sink", sums["sink"])
@@ -154,7 +154,7 @@ def _extended(run: _SequenceRun, x: SequencePlace, shifts: list[tuple[int, ...]]
     return run._replace(batch=n + 1, step=step) if fits else None
 
 
-class _Sequence(NamedTuple):
+class DenseCall(NamedTuple):
     """Dense call of a run of sequences."""
 
     packed: Problem
@@ -171,7 +171,7 @@ def _named(inputs: Inputs) -> dict[str, Tensor]:
     return {name: x for name, x in zip(Needs._fields, inputs.differentiable(), strict=True) if x is not None}
 
 
-def _shared(problem: Problem, inputs: Inputs) -> set[str]:
+def shared_names(problem: Problem, inputs: Inputs) -> set[str]:
     """Return the names of the tensors in `_named` with elements that several sequences read."""
     forms = () if problem.score.packed is None else problem.score.packed.forms
     packed = {*forms, *["bias"] * ("ragged" in forms)}
@@ -207,7 +207,7 @@ def _part(problem: Problem, run: _SequenceRun, name: str, x: Tensor) -> Tensor:
     return rows[..., : run.keys] if x.shape[3] > 1 else rows
 
 
-def _sequences(problem: Problem, inputs: Inputs, wide: Collection[str] = ()) -> Iterator[_Sequence]:
+def dense_calls(problem: Problem, inputs: Inputs, wide: Collection[str] = ()) -> Iterator[DenseCall]:
     """Yield a dense call for each run. ``wide``: operands in the LSE's dtype, for unrounded gradients."""
     packed = problem.score.packed
     assert inputs.lengths is not None
@@ -231,7 +231,7 @@ def _sequences(problem: Problem, inputs: Inputs, wide: Collection[str] = ()) -> 
                 ),
                 sequence=sequence,
             )  # fmt: skip
-        yield _Sequence(problem, run, dense[key], own)
+        yield DenseCall(problem, run, dense[key], own)
 
 
 def _shifts(inputs: Inputs, count: int) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise.backends import has_triton
-from tilewise.operator.eager import apply_of, in_forward_mode, is_differentiated, is_eager, is_eager_backward
+from tilewise.operator.eager import apply_of, is_differentiated, is_eager, is_eager_backward
 
 
 class Rule(Protocol):
@@ -32,7 +32,7 @@ class Rule(Protocol):
 
 def is_node(x: Tensor) -> bool:
     """True if the call is eager, without forward AD, and a CPU or kernel implementation exists."""
-    return is_eager((x,)) and not in_forward_mode() and (x.is_cpu or _has_kernels(x))
+    return is_eager((x,)) and (x.is_cpu or _has_kernels(x))
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -57,6 +57,19 @@ class Explanation(Lines):
         """Resource that limits the forward; None if the device's limits are unknown."""
         return None if self.limits is None else self.limits.bound(self.forward)
 
+    @property
+    def tangent_flops(self) -> int:
+        """FLOPs of the tangents of o and the LSE, beside those of the forward: for each visible pair S and its tangent
+        over 3 D dimensions, o and its tangent over 3 Dv."""
+        return 3 * self.forward.flops
+
+    @property
+    def second_flops(self) -> int:
+        """FLOPs of the derivative of the backward: those of the tangents, then S, its tangent, dQ and dK over 7 D
+        dimensions, dP, its tangent and dV over 3 Dv."""
+        D, Dv = self.problem.head_dim, self.problem.value_dim
+        return self.forward.flops * (10 * D + 6 * Dv) // max(D + Dv, 1)
+
     def lines(self) -> Iterator[str]:
         return _lines(self)
 
@@ -131,6 +144,8 @@ def _lines(e: Explanation) -> Iterator[str]:
         *first, last = passes
         stored = f"{', '.join(first)} and {last}"
         yield f"  storing {stored} would add {quantity(work.unfused_bytes, 'B')} of traffic"
+    forward_mode, second = (quantity(x, "FLOP") for x in (e.tangent_flops, e.second_flops))
+    yield f"tangents: {forward_mode}; second derivatives: {second}; tiles in PyTorch's operators, not fused yet"
     if e.limits is None:
         where = "this CPU's speed is not measured" if p.capability is None else "unknown for this GPU and dtype"
         yield f"limits: {where}; with limits=(FLOP/s, bytes/s) the bound and the least time are shown"

@@ -1,4 +1,4 @@
-"""The operators ``tilewise::attention`` and ``tilewise::attention_backward``, and their autograd.
+"""The operator ``tilewise::attention`` and its autograd; `tilewise.operator.derivatives` has its derivatives.
 
 `tilewise.operator.dispatch` computes both; torch.compile does not trace into them. An eager call on plain tensors uses
 an autograd.Function with the same two functions instead of the dispatcher.
@@ -6,48 +6,29 @@ an autograd.Function with the same two functions instead of the dispatcher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from tilewise.backends import (
-    INPUT_NAMES,
-    Gradients,
-    Inputs,
-    Needs,
-    Outputs,
-    empty_low_bits,
-    empty_output,
-    lse_dtype,
-    saved_lse_dtype,
-)
+from tilewise.backends import INPUT_NAMES, Inputs, Needs, Outputs, empty_low_bits, empty_output
+from tilewise.backends.protocol import Tangents
 from tilewise.operator import onnx as plain
-from tilewise.operator.custom_op import Operator, fake_gradients_like, gradients_like
-from tilewise.operator.dispatch import Forward, backward_of, describe, forward_of
+from tilewise.operator.custom_op import Operator
+from tilewise.operator.derivatives import (
+    gradients_by_operator,
+    gradients_of,
+    operator_lse_dtype,
+    public_lse,
+    tangents_by_operator,
+)
+from tilewise.operator.dispatch import Forward, describe, forward_of
 from tilewise.operator.eager import apply_of, is_differentiated, is_eager, is_eager_backward
 from tilewise.operator.tools import announce, recorded
-from tilewise.operator.views import Views, with_rows, without_rows
+from tilewise.operator.views import Views
 from tilewise.spec.score import Score, ScoreNumbers
-
-
-class _Cotangents(NamedTuple):
-    do: Tensor | None
-    dlse: Tensor | None
-
-
-class _Saved(NamedTuple):
-    o: Tensor
-    lse: Tensor
-    o_low: Tensor | None
-
-
-class _Wanted(NamedTuple):
-    needs: list[bool]  # see `Needs`
-
 
 # --- the operators, which the dispatcher calls ---
 
@@ -57,7 +38,7 @@ class _Wanted(NamedTuple):
 
 def _forward(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor | None, Tensor]:
     o, lse, o_low = forward_of(inputs, terms)(inputs)
-    lse = None if lse is None else lse.to(_operator_lse_dtype(inputs))
+    lse = None if lse is None else lse.to(operator_lse_dtype(inputs))
     return o, lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low
 
 
@@ -66,46 +47,13 @@ def _forward_fake(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor, 
     q = inputs.q
     o = empty_output(q, inputs.v.shape[3])
     o_low = empty_low_bits(o, problem)
-    lse = q.new_empty(q.shape[:3], dtype=_operator_lse_dtype(inputs))
+    lse = q.new_empty(q.shape[:3], dtype=operator_lse_dtype(inputs))
     return o, lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low
 
 
-def _operator_lse_dtype(inputs: Inputs) -> torch.dtype:
-    """Return the dtype of the operator's lse, whichever backend computes it."""
-    q = inputs.q
-    return saved_lse_dtype(q.dtype, inputs) if q.is_cuda else lse_dtype(q.dtype)
-
-
-def public_lse(lse: Tensor, o: Tensor) -> Tensor:
-    """Return the LSE, or its cotangent, in the dtype that callers see; see `saved_lse_dtype`."""
-    dtype = lse_dtype(o.dtype)
-    return lse if lse.dtype == dtype else lse.to(dtype)
-
-
-def _backward(
-    cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: ScoreNumbers, wanted: _Wanted
-) -> tuple[Tensor, ...]:  # fmt: skip
-    grads = _gradients(*cotangents, inputs, saved, terms, Needs(*wanted.needs))
-    return gradients_like(inputs.differentiable(), grads, inputs.q)
-
-
-def _backward_fake(
-    cotangents: _Cotangents, inputs: Inputs, saved: _Saved, terms: ScoreNumbers, wanted: _Wanted
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return fake_gradients_like(inputs.differentiable(), wanted.needs, inputs.q)
-
-
-def _gradients(
-    do: Tensor | None, dlse: Tensor | None, inputs: Inputs, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs,
-    forward: Forward | None = None,
-) -> Gradients:  # fmt: skip
-    """Return the gradients. ``do`` None means zeros. saved: `_Saved`. forward: see `backward_of`."""
-    o, lse, o_low = saved
-    outputs = Outputs(o, lse, None if o_low is None or o_low.shape != o.shape else o_low)
-    # resolve_neg: a kernel reads memory and would miss a tensor's negative bit.
-    do = torch.zeros_like(o) if do is None else do.resolve_neg()
-    cotangents = Outputs(do, None if dlse is None else public_lse(dlse.resolve_neg(), o))
-    return backward_of(inputs, outputs, cotangents, terms, needs, forward)(inputs, outputs, cotangents)
+def _setup_operator(ctx: Any, inputs: Inputs, terms: ScoreNumbers, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _setup(ctx, inputs, terms, output)
+    ctx.save_for_forward(*inputs.tensors(), *output)
 
 
 def _setup(ctx: Any, inputs: Inputs, terms: ScoreNumbers, output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
@@ -121,20 +69,17 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None, _: None) ->
     asked = dict(zip(INPUT_NAMES, ctx.needs_input_grad, strict=False))
     *given, o, lse, o_low = ctx.saved_tensors
     needs = Needs(*[asked[name] for name in Needs._fields])
-    grads = _by_operator(do, dlse, Inputs.of(given), (o, lse, o_low), ctx.terms, needs)
+    grads = gradients_by_operator(do, dlse, Inputs.of(given), (o, lse, o_low), ctx.terms, needs)
     named = dict(zip(Needs._fields, grads, strict=True))
     return tuple(named.get(name) for name in INPUT_NAMES)
 
 
-def _by_operator(
-    do: Tensor | None, dlse: Tensor | None, inputs: Inputs, saved: Sequence[Any], terms: ScoreNumbers, needs: Needs
-) -> tuple[Tensor | None, ...]:
-    """Return `_gradients` by the operator."""
-    if inputs.q.dim() == 3:
-        inputs, saved, (do, dlse, _) = without_rows(inputs, saved, (do, dlse, None))
-        return with_rows(Gradients(*_by_operator(do, dlse, inputs, saved, terms, needs)))
-    grads = ATTENTION_BACKWARD(do, dlse, *inputs.flat(), *saved, *terms, [*needs])
-    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
+def _tangents(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the tangents of the outputs from those of all arguments."""
+    named = dict(zip(INPUT_NAMES, tangents, strict=False))
+    given = Tangents(*[named[name] for name in Tangents._fields])
+    *tensors, o, lse, o_low = ctx.saved_tensors
+    return *tangents_by_operator(Inputs.of(tensors), given, (o, lse, o_low), ctx.terms), None
 
 
 def _plain(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor]:
@@ -142,11 +87,8 @@ def _plain(inputs: Inputs, terms: ScoreNumbers) -> tuple[Tensor, Tensor]:
 
 
 ATTENTION = Operator(
-    "attention", (Inputs, ScoreNumbers), 3, _forward, _forward_fake, setup=_setup, backward=_differentiate, plain=_plain
-)
-ATTENTION_BACKWARD = Operator(
-    "attention_backward", (_Cotangents, Inputs, _Saved, ScoreNumbers, _Wanted), len(Needs._fields),
-    _backward, _backward_fake, part_of="attention",
+    "attention", (Inputs, ScoreNumbers), 3, _forward, _forward_fake, setup=_setup_operator, backward=_differentiate,
+    tangents=_tangents, plain=_plain,
 )  # fmt: skip
 announce("attention", "attention_backward")
 
@@ -183,17 +125,15 @@ class _EagerAttention(torch.autograd.Function):
             do, dlse = views.cotangents(do, dlse)
         call = do, dlse, inputs, saved, ctx.terms, Needs(*needs)
         if not is_eager_backward(do, dlse):
-            grads = _by_operator(*call)
+            grads = gradients_by_operator(*call)
         elif profiler._is_profiler_enabled:
             names = do, dlse, *inputs.tensors(), *saved
-            grads = recorded("tilewise::attention_backward", names, _gradients, *call, ctx.run)
+            grads = recorded("tilewise::attention_backward", names, gradients_of, *call, ctx.run)
         else:
-            grads = _gradients(*call, ctx.run)
+            grads = gradients_of(*call, ctx.run)
         if views is not None:
             grads = views.gradients(grads, given)
         return *grads[: len(needs)], None
-
-    jvp = staticmethod(ATTENTION.refuse_tangents)
 
 
 _apply = apply_of(_EagerAttention)

@@ -39,6 +39,8 @@ class Operator:
         fake: the fake kernel: shapes, dtypes and strides only.
         setup: ``(ctx, *records, results)``; saves in ``ctx`` what ``backward`` reads.
         backward: ``(ctx, *cotangents) -> gradients`` of the leading arguments. None: no derivative.
+        tangents: ``(ctx, *tangents) -> tangents`` of the results, from those of all arguments. None: no derivative.
+        lacks: the missing derivative in words, for the errors of backward and tangents where they are None.
         plain: ``real`` in PyTorch's own operators, for ONNX.
         part_of: the public function whose backward this operator is.
 
@@ -56,11 +58,16 @@ class Operator:
         *,
         setup: Callable[..., None] | None = None,
         backward: Callable[..., Sequence[Tensor | None]] | None = None,
+        tangents: Callable[..., Sequence[Tensor | None]] | None = None,
+        lacks: str | None = None,
         plain: Callable[..., Any] | None = None,
         part_of: str | None = None,
     ) -> None:
         self.name, self._function = name, f"tilewise.{part_of or name}"
-        self._records, self._plain = records, plain
+        self._records, self._plain, self._tangents = records, plain, tangents
+        first = "forward-mode derivative (torch.func.jvp, forward AD)"
+        second = "second derivative: its backward cannot be differentiated"
+        self._lacks = lacks or (second if backward is None else first)
         fields = [f"{_SCHEMA_TYPES[kind]} {field}" for r in records for field, kind in _fields(r)]
         returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
         _library.define(f"{name}({', '.join(fields)}) -> {returns}")
@@ -74,14 +81,14 @@ class Operator:
 
         def differentiate(ctx: Any, *cotangents: Any) -> Any:
             if backward is None:
-                self._no_second_derivative()
+                self.refuse_tangents()
             gradients = backward(ctx, *cotangents)
             return *gradients, *(None,) * (len(fields) - len(gradients))
 
-        no_tangents = self.refuse_tangents if backward is not None else self._no_second_derivative
-        kernel = _autograd_kernel(self._packet.default, keep, differentiate, no_tangents)
+        jvp = self.refuse_tangents if tangents is None else tangents
+        kernel = _autograd_kernel(self._packet.default, keep, differentiate, jvp)
         _library.impl(name, kernel, "Autograd", with_keyset=True)
-        self._transformed = _transformed(self, self._packet, keep, differentiate, no_tangents)
+        self._transformed = _transformed(self, self._packet, keep, differentiate, jvp)
 
     def _read(self, arguments: Sequence[Any]) -> list[Any]:
         """Return the records whose fields are the dispatcher's ``arguments``."""
@@ -95,19 +102,14 @@ class Operator:
 
     def traced_call(self, *arguments: Any) -> Any:
         """Make a public call that is compiled, traced or transformed."""
-        if not _is_transformed() and _have_tangents(arguments):
+        if self._tangents is None and not _is_transformed() and _have_tangents(arguments):
             self.refuse_tangents()  # the operator would drop the tangents
         if self._plain is not None and exports_onnx():
             return self._plain(*self._read(arguments))
         return self(*arguments)
 
     def refuse_tangents(self, ctx: Any = None, *grad_inputs: Any) -> NoReturn:
-        raise NotImplementedError(f"{self._function} has no forward-mode derivative (torch.func.jvp, forward AD)")
-
-    def _no_second_derivative(self, ctx: Any = None, *grad_inputs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{self._function} has no second derivative: its backward cannot be differentiated"
-        )  # fmt: skip
+        raise NotImplementedError(f"{self._function} has no {self._lacks}")
 
 
 def operator_of_lists(
@@ -191,7 +193,7 @@ def _hints(record: type) -> list[tuple[str, Any]]:
 
 
 def _autograd_kernel(
-    operator: torch._ops.OpOverload, keep: Callable, differentiate: Callable, no_tangents: Callable
+    operator: torch._ops.OpOverload, keep: Callable, differentiate: Callable, tangents: Callable
 ) -> Callable[..., Any]:  # fmt: skip
     """Return the Autograd kernel, as `torch.library.register_autograd` does, also for torch.func's transforms. Within
     transforms Dynamo calls the operator itself, for which torch.library raises an error."""
@@ -212,7 +214,7 @@ def _autograd_kernel(
         def backward(ctx, *cotangents):
             return *differentiate(ctx, *cotangents), None
 
-        jvp = staticmethod(no_tangents)
+        jvp = staticmethod(tangents)
 
     def below(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -221,9 +223,8 @@ def _autograd_kernel(
     apply = apply_of(Recorded)
 
     def kernel(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        if _have_tangents(arguments):
-            no_tangents()
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+        differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        if not differentiated and not _have_tangents(arguments):
             return below(keys, *arguments)
         with enable_single_level_autograd_function():  # the level of the transform that owns these tensors
             return apply(*arguments, keys)
@@ -232,7 +233,7 @@ def _autograd_kernel(
 
 
 def _transformed(
-    operator: Operator, packet: Callable, keep: Callable, differentiate: Callable, no_tangents: Callable
+    operator: Operator, packet: Callable, keep: Callable, differentiate: Callable, tangents: Callable
 ) -> type[torch.autograd.Function]:
     """Return the operator as an autograd.Function for torch.func's transforms."""
 
@@ -243,7 +244,7 @@ def _transformed(
 
         setup_context = staticmethod(keep)
         backward = staticmethod(differentiate)
-        jvp = staticmethod(no_tangents)
+        jvp = staticmethod(tangents)
 
         @staticmethod
         def vmap(info, in_dims, *arguments):
@@ -263,15 +264,21 @@ def _one_by_one(call: Callable, size: int, in_dims: Sequence, arguments: Sequenc
 
 
 def _have_tangents(arguments: Sequence[Any]) -> bool:
-    """True if a tensor has a tangent of forward AD."""
-    if forward_ad._current_level < 0:
+    """True if a tensor has a tangent of forward AD. A compiled torch.func.jvp enters its level without Python's
+    knowledge of it; PyTorch has only level 0."""
+    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
         return False
     tensors = [x for x in arguments if isinstance(x, Tensor) and x.is_floating_point()]
-    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    return any(forward_ad.unpack_dual(x, level=0).tangent is not None for x in tensors)
 
 
 def _is_transformed() -> bool:
-    """True within a transform of torch.func, except functionalize, which only supports operators."""
+    """True within a transform of torch.func, except functionalize, which only supports operators.
+
+    False within an operator that a transform has called: there the dispatcher leads to the transforms further out.
+    """
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode):
         return False
     return peek_interpreter_stack().key() != TransformType.Functionalize

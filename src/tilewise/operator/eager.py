@@ -22,7 +22,8 @@ _NO_COMPLEX = torch.bfloat16  # no complex dtype, so no negative bit: saves is_n
 
 
 def is_eager(tensors: Sequence[Tensor | None]) -> bool:
-    """True if no compiler, tracer or transform is active, and the tensors are dense: the dispatcher is not needed.
+    """True if no compiler, tracer, transform or forward AD is active, and the tensors are dense: the dispatcher is not
+    needed.
 
     The dispatcher also handles tensors that outlived their transform, or with the negative bit (``z.conj().imag``). The
     first tensor must not be None; the others are on its device in a valid call.
@@ -36,7 +37,7 @@ def is_eager(tensors: Sequence[Tensor | None]) -> bool:
         ):  # fmt: skip
             return False
     first = tensors[0]
-    looks_on = is_in_torch_dispatch_mode() or _is_tracing() or _is_transformed()
+    looks_on = is_in_torch_dispatch_mode() or _is_tracing() or _is_transformed() or forward_ad._current_level >= 0
     return not (looks_on or (first is not None and first.is_meta))
 
 

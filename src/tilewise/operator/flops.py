@@ -58,6 +58,8 @@ def _matmul(a: Shape, b: Shape, *others: Any, **more: Any) -> int:
 _FORMULAS: dict[str, Any] = {
     "attention": _products("attention", _scores, 1, 1),
     "attention_backward": _products("attention_backward", _scores, 3, 2),
+    "attention_tangents": _products("attention_tangents", _scores, 3, 3),
+    "attention_second": _products("attention_second", _scores, 10, 6),
     "matmul": _matmul,
     "window_attention": _products("window_attention", _windows, 1, 1),
     "window_attention_backward": _products("window_attention_backward", _windows, 3, 2),

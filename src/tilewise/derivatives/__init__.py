@@ -1,0 +1,5 @@
+"""Tangents and second derivatives of attention: tiles in plain PyTorch, on every device, not fused yet.
+
+`tangents` is the forward-mode derivative (JVP). `second` differentiates the backward. `packed` computes both for packed
+batches. docs/maths.md, "Tangents and second derivatives", derives the formulas.
+"""
