@@ -48,7 +48,7 @@ def no_lse(outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def tangents_like(leaves: Sequence[Tensor], seed: int = 7) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in leaves)
+    return tuple(torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in leaves)
 
 
 def _loss(function: Function) -> Callable[..., Tensor]:

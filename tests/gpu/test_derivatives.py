@@ -1,0 +1,76 @@
+"""Forward-mode and second derivatives on the device, after Hopper's and Triton's passes, by the rule of helpers.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from derivative_helpers import WAYS, LargestTensor, no_lse, plain, tangents_like
+from helpers import Case, tensors
+
+from tilewise import attention, varlen_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+DEVICE = "cuda"
+BRAIN, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+USUAL = Case(B=2, H=4, Hkv=2, M=300, N=600, D=64, dtype=BRAIN)
+CASES = [
+    {},
+    {"bias": "1hmn", "causal": True},
+    {"bias": "b11n", "sink": "h", "softcap": 3.0, "dtype": HALF},
+    {"mask": "b1mn", "blind": True, "sink": "bhm"},
+    {"bias": "bhmn", "dtype": FLOAT, "window": (100, 30), "M": 600},
+]
+each_way = pytest.mark.parametrize("way", WAYS)
+
+
+@each_way
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_derivatives(way, changes):
+    case = replace(USUAL, **changes)
+    x = tensors(case, DEVICE)
+    names = [name for name in ("q", "k", "v", "bias", "sink") if getattr(x, name) is not None]
+    leaves = [getattr(x, name) for name in names]
+    given = tangents_like(leaves)
+
+    def ours(*leaves):
+        y = x._replace(**dict(zip(names, leaves, strict=True)))
+        return no_lse(attention(y.q, y.k, y.v, bias=y.bias, mask=y.mask, sink=y.sink, return_lse=True, **case.terms))
+
+    def theirs(*leaves):
+        return plain(case, x._replace(**dict(zip(names, leaves, strict=True))))
+
+    exact = WAYS[way](theirs, [y.double() for y in leaves], [y.double() for y in given])
+    for y, other, right in zip(*(WAYS[way](f, leaves, given) for f in (ours, theirs)), exact, strict=True):
+        error, allowed = ((z.double() - right).abs().max() for z in (y, other))
+        assert error <= 2 * allowed + 1e-5 * right.abs().max()
+
+
+@each_way
+def test_packed(way):
+    """Two sequences as the padded batch has them."""
+    case = Case(B=2, H=2, Hkv=2, M=130, N=130, D=64, dtype=FLOAT)
+    x = tensors(case, DEVICE)
+    offsets = torch.tensor([0, 130, 260], device=DEVICE)
+
+    def ours(*qkv):
+        rows = [y.transpose(1, 2).flatten(0, 1) for y in qkv]
+        o, lse = varlen_attention(*rows, offsets, offsets, 130, 130, return_lse=True)
+        return o.unflatten(0, (2, 130)).transpose(1, 2), lse.unflatten(1, (2, 130)).transpose(0, 1)
+
+    def theirs(*qkv):
+        return plain(case, x._replace(q=qkv[0], k=qkv[1], v=qkv[2]))
+
+    given = tangents_like(x[:3])
+    found, expected = (tuple(WAYS[way](f, x[:3], given)) for f in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@each_way
+def test_no_matrix_of_scores(way):
+    case = replace(USUAL, B=1, M=4096, N=4096)
+    x = tensors(case, DEVICE)
+    with LargestTensor() as found:
+        WAYS[way](lambda *qkv: (attention(*qkv, causal=True),), x[:3], tangents_like(x[:3]))
+    assert found.elements <= 4 * 512 * 512
