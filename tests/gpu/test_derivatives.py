@@ -44,7 +44,9 @@ def test_derivatives(way, changes):
     exact = WAYS[way](theirs, [y.double() for y in leaves], [y.double() for y in given])
     for y, other, right in zip(*(WAYS[way](f, leaves, given) for f in (ours, theirs)), exact, strict=True):
         error, allowed = ((z.double() - right).abs().max() for z in (y, other))
-        assert error <= 2 * allowed + 1e-5 * right.abs().max()
+        # Unfused torch may be exact by chance: half a step of the largest number is allowed.
+        step = max(1e-5, torch.finfo(y.dtype).eps / 2)
+        assert error <= 2 * allowed + step * right.abs().max()
 
 
 @each_way

@@ -98,7 +98,8 @@ def inputs_of(case, dtype):
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, FLOAT], ids=str)
 def test_error_rule(backend, dtype, case):
     inputs, scale = inputs_of(case, dtype)
-    follows_the_error_rule(by(backend, scale), inputs, scale or case["D"] ** -0.5)
+    # The CPU's backward reads o again, the reference computes it anew. On AMD CPUs oneDNN sums in another order.
+    follows_the_error_rule(by(backend, scale), inputs, scale or case["D"] ** -0.5, noisy=backend == "cpu")
 
 
 @each_case

@@ -113,7 +113,7 @@ class Problem:
 
     def broadcast_group(self, x: TensorSpec) -> BroadcastGroup:
         """Return the broadcast group of the bias or the mask."""
-        batch = self.batch // x.batch
+        batch = self.batch // max(x.batch, 1)
         if x.heads == 1:
             return BroadcastGroup(batch, self.heads, self.kv_heads)
         return BroadcastGroup(batch, self.group if x.heads == self.kv_heads else 1, 1)
