@@ -16,7 +16,7 @@ matmul, softmax                the parts of attention as operators
 `tilewise.bias` has biases without a matrix: relative positions, T5, ALiBi, low rank. `tilewise.distributed` has
 attention of a sequence that is split over several GPUs. `tilewise.layouts` has shared-memory layouts of tensor-core
 operands, `tilewise.integrations.transformers` the integration with Hugging Face, `tilewise.integrations.flash_attn`
-functions with the signatures of flash-attn.
+functions with the signatures of flash-attn, `tilewise.nn` modules.
 
 Public names are resolved on first use: importing tilewise neither imports Triton nor initializes CUDA.
 """
@@ -62,7 +62,7 @@ _HOMES = {
     "varlen_attn": "tilewise.varlen",
 }
 
-_PACKAGES = ("bias", "distributed", "integrations", "layouts")
+_PACKAGES = ("bias", "distributed", "integrations", "layouts", "nn")
 
 __all__ = [
     "TileMask",

@@ -203,7 +203,11 @@ API = re.findall(r"^::: ([\w.]+)$", "\n".join(text for path, text in TEXTS.items
 
 def test_every_public_name_has_its_place_in_the_api():
     names = [f"tilewise.{name}" for name in tilewise.__all__]
-    names += [f"{room.__name__}.{name}" for room in (tilewise.bias, tilewise.distributed) for name in room.__all__]
+    names += [
+        f"{room.__name__}.{name}"
+        for room in (tilewise.bias, tilewise.distributed, tilewise.nn)
+        for name in room.__all__
+    ]
     for path in (PACKAGE / "integrations").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         if path.stem in ("evoformer", "flash_attn", "transformers"):
@@ -218,7 +222,10 @@ def documented(name):
     if module == "tilewise.integrations.transformers":
         pytest.importorskip("transformers")
     x = getattr(importlib.import_module(module), last)
-    return [x, *(f for key, f in inspect.getmembers(x, callable) if key[0] != "_")] if inspect.isclass(x) else [x]
+    if not inspect.isclass(x):
+        return [x]
+    own = (f for key, f in inspect.getmembers(x, callable) if key[0] != "_")
+    return [x, *(f for f in own if not (getattr(f, "__module__", None) or "").startswith("torch"))]
 
 
 @pytest.mark.parametrize("name", API)

@@ -40,7 +40,7 @@ FLOORS = [
     {"topk", "varlen"},
     {"distributed", "explanation"},
     {"api", "ops.gemm", "ops.row_softmax", "windows"},
-    {"scaled_dot_product", "distributed.triangle", "plans"},
+    {"scaled_dot_product", "distributed.triangle", "plans", "nn"},
     {"integrations"},
     {"", "__main__"},
 ]
@@ -247,7 +247,7 @@ def test_the_library_imports_no_tools():
     assert "tilewise_tools" not in " ".join(map(ast.unparse, top))
 
 
-PACKAGES = ("bias", "distributed", "integrations", "layouts")
+PACKAGES = ("bias", "distributed", "integrations", "layouts", "nn")
 
 
 def test_dir_has_public_names_alone():
