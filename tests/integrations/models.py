@@ -84,6 +84,7 @@ BIAS_KINDS = {
                 INKLING | {"mlp_layer_types": ["dense", "sparse"], "n_shared_experts": 1}),
     "inkling2": ("Inkling2ForCausalLM", "Inkling2TextConfig",
                  INKLING | {"unpadded_vocab_size": VOCAB, "n_layers_per_attn_res_block": 1}),
+    "mpnet": ("MPNetModel", "MPNetConfig", SMALL | NO_DROPOUT | {"max_position_embeddings": 256, "pad_token_id": 1}),
     "mpt": ("MptForCausalLM", "MptConfig", MPT),
     "bloom": ("BloomForCausalLM", "BloomConfig", BLOOM),
     # DeBERTa-v3's: logarithmic buckets, and the content's projections for positions too.

@@ -103,6 +103,7 @@ def test_what_reaches_tilewise(calls):
         "inkling2": [RelativeBias] * 2,
         "mpt": [Alibi] * 2,
         "deberta": [tuple] * 2,
+        "mpnet": [T5Bias] * 2,
     }.items():
         calls.clear()
         run(terms(kind), kind, padding("right"))
@@ -434,7 +435,7 @@ def test_attention_compiles_without_a_graph_break(kind):
     [
         "InklingForConditionalGeneration", "Inkling2ForConditionalGeneration", "T5EncoderModel",
         "MusicgenForConditionalGeneration", "BloomForSequenceClassification", "MptForSequenceClassification",
-        "DebertaV2ForMaskedLM",
+        "DebertaV2ForMaskedLM", "MPNetForMaskedLM",
     ],
 )  # fmt: skip
 def test_models_around_those_that_are_known(name):

@@ -37,6 +37,7 @@ OWN_ATTENTION = {
     "JanusModel": "JanusVQVAE computes its attention by itself, in JanusVQVAEAttnBlock,",
     "LongT5Model": "LongT5Stack computes its attention by itself, in .*LongT5LocalAttention,",
 }
+KNOWN = ("BloomModel", "DebertaV2ForMaskedLM", "MPNetModel")  # to `use_bias_terms`
 
 
 def make(name, implementation):
@@ -50,7 +51,7 @@ def test_a_model_with_an_attention_of_its_own_is_refused(name):
     message = rf'^attn_implementation: {OWN_ATTENTION[name]}.* "tilewise" cannot run it; (use|load it with) "eager"'
     with pytest.raises(ValueError, match=message) as error:
         make(name, "tilewise")
-    instead = "load it with .* and call use_bias_terms" if name in ("BloomModel", "DebertaV2ForMaskedLM") else "use "
+    instead = "load it with .* and call use_bias_terms" if name in KNOWN else "use "
     assert re.search(rf"cannot run it; {instead}", str(error.value))
     for implementation in ("eager", "sdpa"):
         if f'"{implementation}"' in str(error.value):  # what the error says to use

@@ -1,7 +1,7 @@
 """Replacements in models of transformers that make a position bias of queries and keys: tilewise gets its components.
 
 A replacement is set on a module instance for one method: the one that makes the bias if the model calls
-AttentionInterface (Inkling, T5), else the attention itself (Bloom, DeBERTa-v2, MPT). It acts while the model's
+AttentionInterface (Inkling, T5), else the attention itself (Bloom, DeBERTa-v2, MPNet, MPT). It acts while the model's
 attn_implementation is "tilewise"; otherwise the class's method runs. Parameters keep their places and names.
 """
 
@@ -137,6 +137,40 @@ def _umt5_attention(
     dropout = module.dropout if module.training else 0.0
     o = _attend(module, q, k, v, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
     return module.o(o), None
+
+
+# --- MPNet ---
+
+
+def _mpnet_bias(
+    module: Any, config: PreTrainedConfig, x: Tensor, position_ids: Tensor | None = None, num_buckets: int = 32
+) -> Any:
+    """Return the table, with T5's buckets, where MPNetEncoder looks up (B, H, N, N)."""
+    if not _active(config) or position_ids is not None:
+        return _own(module, "compute_position_bias", x, position_ids, num_buckets)
+    return TableBias(module.relative_attention_bias, x.device, num_buckets, True, 128, None)
+
+
+def _mpnet_attention(
+    module: Any,
+    config: PreTrainedConfig,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_bias: Any = None,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Run MPNetSelfAttention."""
+    if not _active(config):
+        return _own(module, "forward", hidden_states, attention_mask, position_bias, output_attentions, **kwargs)
+    heads = module.num_attention_heads
+    q, k, v = (_heads(projection(hidden_states), heads) for projection in (module.q, module.k, module.v))
+    dropout = module.dropout.p if module.training else 0.0
+    o = _attend(
+        module, q, k, v, attention_mask, dropout=dropout, scaling=module.attention_head_size**-0.5, is_causal=False,
+        position_bias=position_bias, output_attentions=output_attentions,
+    )  # fmt: skip
+    return (module.o(o), None) if output_attentions else (module.o(o),)
 
 
 # --- ALiBi: MPT, Bloom ---
@@ -327,6 +361,8 @@ _REPLACEMENTS: dict[str, dict[str, Method]] = {
     "modeling_pop2piano.Pop2PianoAttention": _T5,
     "modeling_switch_transformers.SwitchTransformersAttention": _T5,
     "modeling_umt5.UMT5Attention": {"forward": _umt5_attention, "compute_bias": _t5_compute_bias},
+    "modeling_mpnet.MPNetEncoder": {"compute_position_bias": _mpnet_bias},
+    "modeling_mpnet.MPNetSelfAttention": {"forward": _mpnet_attention},
     "modeling_mpt.MptModel": {"forward": _mpt_model, "build_mpt_alibi_tensor": _mpt_slopes},
     "modeling_mpt.MptAttention": {"forward": _mpt_attention},
     "modeling_bloom.BloomAttention": {"forward": _bloom_attention},
@@ -335,8 +371,8 @@ _REPLACEMENTS: dict[str, dict[str, Method]] = {
 }
 _CHECKS = {"modeling_bloom.BloomAttention": _check_bloom}
 # Models that compute their attention by themselves: the attention is replaced.
-_OWN_ATTENTION = ("modeling_bloom.", "modeling_deberta_v2.", "modeling_mpt.")
-FAMILIES = "Bloom, DeBERTa-v2, Inkling, Inkling-2, MPT, mT5, Pop2Piano, Switch Transformers, T5 and UMT5"
+_OWN_ATTENTION = ("modeling_bloom.", "modeling_deberta_v2.", "modeling_mpnet.", "modeling_mpt.")
+FAMILIES = "Bloom, DeBERTa-v2, Inkling, Inkling-2, MPNet, MPT, mT5, Pop2Piano, Switch Transformers, T5 and UMT5"
 
 
 def known_class(cls: type) -> str | None:

@@ -22,7 +22,7 @@ refused while it is made, by a ValueError that names the model and an alternativ
     by its dictionaries  Falcon, GPT-J, SAM and others look attn_implementation up in a dictionary of attention classes.
                          Each of those in the file of a model gets an entry that raises, before the layers are made.
 
-`use_bias_terms` runs some of them: Bloom, DeBERTa-v2 and MPT.
+`use_bias_terms` runs some of them: Bloom, DeBERTa-v2, MPNet and MPT.
 
 A submodel is checked by itself, and Gemma3n is refused because its audio encoder is. Name the parts that can run:
 ``attn_implementation={"text_config": "tilewise"}``.
@@ -140,6 +140,7 @@ def use_bias_terms(model: PreTrainedModel) -> PreTrainedModel:
     - Bloom: ALiBi, unchanged, as a number per key. MPT: ALiBi by its slopes
     - DeBERTa-v2: content to position and position to content, as values of each query and key by relative position
     - Inkling, Inkling-2: relative states and profiles, whose product has a value of each query for each distance
+    - MPNet: the table of buckets
     - T5, mT5, UMT5, Pop2Piano, Switch Transformers: the table of buckets, also in decoding with a cache; cross
       attention gets no zeros
 
