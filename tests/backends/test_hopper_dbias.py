@@ -19,6 +19,7 @@ from tilewise.spec.score import Band, Score
 
 pytest.importorskip("triton")
 
+from tilewise.backends.gluon import score
 from tilewise.backends.gluon.sm90.backward import dbias, dbias_reduce
 from tilewise.backends.gluon.sm90.backward import launch as backward_launch
 from tilewise.backends.gluon.sm90.backward import scheduler as scheduler
@@ -91,8 +92,11 @@ def kernel_arguments(p):
 
 @pytest.mark.parametrize(
     ("B", "H", "Hkv", "bias"),
-    [(16, 2, 2, "1h"), (10, 4, 2, "1h"), (1, 16, 16, "11"), (3, 16, 4, "b1"), (2, 8, 8, "11")],
-)
+    [
+        (16, 2, 2, "1h"), (10, 4, 2, "1h"), (1, 16, 16, "11"), (3, 16, 4, "b1"), (2, 8, 8, "11"),
+        (20, 4, 2, "2h"), (6, 8, 8, "31"),
+    ],
+)  # fmt: skip
 def test_each_sum_has_eight_at_most(plain, B, H, Hkv, bias):
     p = problem(B, H, Hkv, bias)
     sizes, c = kernel_arguments(p)
@@ -103,9 +107,35 @@ def test_each_sum_has_eight_at_most(plain, B, H, Hkv, bias):
         first = int(scheduler.first_of_sum.fn(work_tile, sizes, c))
         assert first in (0, p.bias.batch)
         for h in range(hk * p.group, (hk + 1) * p.group):
-            added[first + (b if c.BIAS_BATCH else 0), h // c.BIAS_GROUP] += 1
+            added[first + score.bias_of.fn(b, B, c), h // c.BIAS_GROUP] += 1
     assert len(added) == 2 * p.bias.batch * p.bias.heads
     assert max(added.values()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("B", "bias", "D", "how", "deterministic"),
+    [
+        (40, "2h", 64, "reduce", True), (40, "21", 64, "reduce", True), (24, "3k", 64, "accumulate", False),
+        (8, "bh", 64, "store", False), (80, "2h", 32, "batched", False), (81, "3k", 32, "batched", False),
+    ],
+)  # fmt: skip
+def test_programs_of_a_group_share_their_bias_and_key_tile(plain, monkeypatch, B, bias, D, how, deterministic):
+    """Each tile comes once, and each group adds to the sum of the last one before it with the same bias and tile."""
+    as_python(monkeypatch, scheduler, "work_tile_of group_of group_before bias_of_tile element_at")
+    p = problem(B, 4, 4, bias, 260, 520, deterministic=deterministic, head_dim=D, value_dim=D)
+    assert dbias.reduction(p) == how
+    sizes, c = kernel_arguments(p)
+    of_tile = lambda w: (scheduler.bias_of_tile(w, sizes, c), w.hk * p.group // c.BIAS_GROUP, w.n0)  # noqa: E731
+    found, last = [], {}
+    for group in range(scheduler.groups(sizes, c)):
+        programs = [scheduler.work_tile_of(group, i, None, sizes, c) for i in range(c.GROUP_PROGRAMS)]
+        found += [(w.b, w.hk, w.n0) for w in programs if w.b < B]
+        assert all(of_tile(w)[0] == score.bias_of.fn(w.b, B, c) for w in programs if w.b < B)
+        assert len({of_tile(w) for w in programs}) == 1
+        if how == "reduce":
+            assert scheduler.group_before(group, sizes, c) == last.get(of_tile(programs[0]), -1)
+        last[of_tile(programs[0])] = group
+    assert sorted(found) == list(itertools.product(range(B), range(4), range(0, 520, c.BLOCK_N)))
 
 
 def test_two_sums_are_added_in_float32():

@@ -73,6 +73,16 @@ def test_it_is_pytorchs(options):
             compare(theirs, ours, (x, x, x), attn_mask=causal, is_causal=True)
 
 
+def test_a_bias_is_not_copied(monkeypatch):
+    taken = []
+    compute = tilewise.attention
+    monkeypatch.setattr("tilewise.nn.multihead.attention", lambda *x, **more: taken.append(more) or compute(*x, **more))
+    _, ours = pair()
+    bias, x = torch.randn(1, H, L, L, dtype=DOUBLE), rows(L)
+    ours(x, x, x, attn_bias=bias)
+    assert taken[0]["bias"] is bias
+
+
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_without_a_batch(batch_first):
     theirs, ours = pair(batch_first=batch_first)

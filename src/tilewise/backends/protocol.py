@@ -65,6 +65,17 @@ class Inputs(NamedTuple):
         found: tuple[Tensor | None, ...] = _usual(self) if self.parts is None else self.differentiable()
         return found
 
+    def with_matrices(self) -> Inputs:
+        """Return the inputs with a bias (n, 1, H, M, N) of runs and a repeated mask (1, n, H, M, N) as (n, H, M, N).
+
+        `Problem.bias_batch` and `mask_period` say which batch element has which of the n."""
+        bias, mask = self.bias, self.mask
+        if mask is not None and mask.dim() == 5:
+            mask = mask.squeeze(0)
+        if bias is not None and bias.dim() == 5:
+            bias = bias.squeeze(1)
+        return self._replace(bias=bias, mask=mask)
+
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Inputs:
         """Rebuild the record from the result of `tensors` or `flat`."""

@@ -27,7 +27,7 @@ def tangents(
     """
     with _products(problem):
         if problem.totals is None:
-            return dense(problem, _with_matrices(inputs), _with_matrix(given))
+            return dense(problem, inputs.with_matrices(), _with_matrix(given))
         o, lse = _zeros(problem, inputs)
         for x in dense_calls(problem, inputs):
             found_o, found_lse = dense(x.problem, x.inputs, _of(x, given))
@@ -48,7 +48,7 @@ def second(
     _check_order(problem, needs)
     with _products(problem):
         if problem.totals is None:
-            found = dense(problem, _with_matrices(inputs), _with_matrix(given), cotangents, needs)
+            found = dense(problem, inputs.with_matrices(), _with_matrix(given), cotangents, needs)
             dbias = found.gradients.bias
             if dbias is None or inputs.bias is None:
                 return found
@@ -82,14 +82,6 @@ def _check_order(problem: Problem, needs: Needs) -> None:
                 f"deterministic: the second derivative by {PART_WORDS[name]}, with buckets or with positions on the "
                 "device, has no deterministic sum on a GPU yet; pass deterministic=False"
             )
-
-
-def _with_matrices(inputs: Inputs) -> Inputs:
-    """Return the inputs with a repeated mask (1, n, H, M, N) and a bias in runs (n, 1, H, M, N) as (n, H, M, N)."""
-    bias, mask = inputs.bias, inputs.mask
-    if mask is not None and mask.dim() == 5:
-        mask = mask.squeeze(0)
-    return inputs._replace(mask=mask, bias=bias.squeeze(1) if bias is not None and bias.dim() == 5 else bias)
 
 
 def _with_matrix(given: Tangents) -> Tangents:

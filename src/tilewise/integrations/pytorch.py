@@ -46,8 +46,8 @@ class sdpa(TorchFunctionMode):
     `torch.utils.checkpoint` recomputes there is covered. ``with`` may be nested. `install` covers all threads.
 
     Results are those of `tilewise.scaled_dot_product_attention`: dropout draws other random numbers than PyTorch's, a
-    query that sees no key gives 0. `torch.nn.attention.sdpa_kernel`, which chooses
-    among PyTorch's kernels, has no effect on them.
+    query that sees no key gives 0. `torch.nn.attention.sdpa_kernel`, which chooses among PyTorch's kernels, has no
+    effect on them.
 
     Left to PyTorch, and counted by their reasons in `report`, are calls on devices other than a CPU and GPUs of compute
     capability 8.0 and later, in float64 on a GPU, of tensor subclasses (DTensor too) or nested tensors that are not all

@@ -82,18 +82,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif not is_causal:
             sequences = (q.shape[0], self.num_heads) if attn_mask is not None and attn_mask.dim() == 3 else (1, 1)
             masks.append(_scores("attn_mask", attn_mask, (*sequences, q.shape[2], keys)))
-        given = [F.pad(x, (0, more)) for x in masks if x is not None]
-        hidden = [x for x in given if x.dtype == torch.bool]
         added = attn_bias if isinstance(attn_bias, (tuple, list)) else [] if attn_bias is None else [attn_bias]
-        biases = [
-            *(F.pad(x, (0, more)) if isinstance(x, Tensor) and x.shape[-1] == keys else x for x in added),
-            *(x for x in given if x.dtype != torch.bool),
-        ]
+        given = [x for x in masks if x is not None]
+        if more:
+            given = [F.pad(x, (0, more)) for x in given]
+            added = [F.pad(x, (0, more)) if isinstance(x, Tensor) and x.shape[-1] == keys else x for x in added]
+        hidden = [x for x in given if x.dtype == torch.bool]
+        biases = (*added, *(x for x in given if x.dtype != torch.bool))
+        bias = None if not biases else biases[0] if len(biases) == 1 else biases
         mask = None if not hidden else ~hidden[0] if len(hidden) == 1 else ~(hidden[0] | hidden[1])
         dropout_p = self.dropout if self.training else 0.0
-        o = attention(
-            q, k, v, bias=tuple(biases) or None, mask=mask, causal=is_causal and not more, dropout_p=dropout_p
-        )  # fmt: skip
+        o = attention(q, k, v, bias=bias, mask=mask, causal=is_causal and not more, dropout_p=dropout_p)
         y = self.out_proj(o.transpose(1, 2).flatten(2))
         y = y if self.batch_first else y.transpose(0, 1)
         return (y if batched else y.squeeze(int(not self.batch_first))), None

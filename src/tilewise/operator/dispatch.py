@@ -129,24 +129,14 @@ def _irregular(inputs: Inputs, do: Tensor | None = None) -> tuple[str, ...]:
 def _prepare_forward(plan: Plan, inputs: Inputs) -> Forward:
     if plan.problem.empty:
         return partial(_empty_forward, plan.problem)
-    run = plan.module.prepare["forward"](plan.problem, _with_matrices(inputs))
-    return (lambda inputs: run(_with_matrices(inputs))) if _repeats(inputs) else run
+    run = plan.module.prepare["forward"](plan.problem, inputs.with_matrices())
+    return (lambda inputs: run(inputs.with_matrices())) if _repeats(inputs) else run
 
 
 def _repeats(inputs: Inputs) -> bool:
-    """True if the mask is (1, n, H, M, N) or the bias (n, 1, H, M, N), see `checks.check_repeated` and `in_runs`."""
+    """True if the mask is (1, n, H, M, N) or the bias (n, 1, H, M, N), see `check_repeated`, `check_in_runs`."""
     bias, mask = inputs.bias, inputs.mask
     return (mask is not None and mask.dim() == 5) or (bias is not None and bias.dim() == 5)
-
-
-def _with_matrices(inputs: Inputs) -> Inputs:
-    """Return the inputs with bias and mask as (n, H, M, N); `Problem.bias_batch` and `mask_period` know the rest."""
-    bias, mask = inputs.bias, inputs.mask
-    if mask is not None and mask.dim() == 5:
-        inputs = inputs._replace(mask=mask.view(mask.shape[1:]))
-    if bias is not None and bias.dim() == 5:
-        inputs = inputs._replace(bias=bias.squeeze(1))
-    return inputs
 
 
 def _like_inputs(found: Gradients, inputs: Inputs) -> Gradients:
@@ -184,7 +174,7 @@ def _prepare_backward(plan: Plan, inputs: Inputs, outputs: Outputs, cotangents: 
     problem = plan.problem
     if problem.empty:
         return lambda inputs, outputs, cotangents: _empty_backward(inputs, outputs, cotangents, needs)
-    run = plan.backward_module.prepare["backward"](problem, _with_matrices(inputs), outputs, cotangents, needs)
+    run = plan.backward_module.prepare["backward"](problem, inputs.with_matrices(), outputs, cotangents, needs)
     if not _repeats(inputs):
         return run
-    return lambda inputs, outputs, cotangents: _like_inputs(run(_with_matrices(inputs), outputs, cotangents), inputs)
+    return lambda inputs, outputs, cotangents: _like_inputs(run(inputs.with_matrices(), outputs, cotangents), inputs)
