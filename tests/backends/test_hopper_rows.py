@@ -78,10 +78,11 @@ class Repaired(NamedTuple):
 
 
 def repair(
-    case: Case, share: float, value: float | None = None, where: tuple = (), tiles: str | None = None
+    case: Case, share: float, value: float | None = None, where: tuple = (), tiles: str | None = None, runs: int = 0
 ) -> Repaired:
     """Break a share of the rows as the forward kernel does, and let the repair kernel look; first, if there is a
-    ``value``, put it into v[where]. tiles: the kernel is given a mask by tiles, that pattern of tile_mask_helpers."""
+    ``value``, put it into v[where]. tiles: the kernel is given a mask by tiles, that pattern of tile_mask_helpers.
+    runs: it is given the first so many biases, each for a run of batch elements."""
     from tilewise.backends.gluon.sm90.forward.launch import HopperForward
     from tilewise.backends.kernels.block_mask import flat_mask
 
@@ -92,8 +93,13 @@ def repair(
     if tiles is not None:
         found, dense = pattern(tiles, case, (64, 128))
         x = x._replace(mask=dense)
+    bias = x.bias
+    if runs:
+        bias = x.bias[:runs, None]
+        x = x._replace(bias=bias[:, 0].repeat_interleave(case.B // runs, 0))
     before = run(case, "reference", inputs=x)
-    problem, inputs = _call(case, x, found)
+    problem, inputs = _call(case, x._replace(bias=bias), found)
+    inputs = inputs.with_matrices()
     outputs = backend.forward(problem, inputs)
     launch = HopperForward(problem, inputs).nan_fixup
     assert launch is not None
@@ -207,6 +213,14 @@ def test_rows_of_a_mask_by_tiles_are_computed_again(interpreter, name, case):
     before, after, spoilt, seen = interpreter(repair, case, 0.3, None, (), name)
     assert torch.equal(after.o[~spoilt], before.o[~spoilt])
     hold(case, after, inputs=tensors(case)._replace(mask=seen))
+
+
+def test_rows_with_a_bias_of_their_run_are_computed_again(interpreter):
+    case = replace(USUAL, B=6, bias="bhmn", causal=True, M=63)
+    before, after, spoilt, _ = interpreter(repair, case, 0.3, None, (), None, 2)
+    assert spoilt.any()
+    torch.testing.assert_close(after.o, before.o, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(after.lse, before.lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
