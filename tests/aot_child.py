@@ -205,12 +205,13 @@ def triton_version() -> str:
 
 def compile_case(
     case: Case, backward: bool = True, tf32: bool = False, terms: tuple[Term, ...] = (), tiles: str = "",
-    origin: tuple[int, int, int] = (0, 0, 0),
+    origin: tuple[int, int, int] = (0, 0, 0), statistics: tuple[bool, ...] = (),
 ) -> list[Kernel]:  # fmt: skip
     """Every Triton kernel that a case's forward and backward launch; of layouts, "contiguous" and "sliced".
 
     terms: bias terms beside the case's own bias, each with its gradient. tiles: of a mask by tiles, one for each batch
-    element, "bits" or "intervals", a space, and how many queries and keys a tile has. origin: of dropout.
+    element, "bits" or "intervals", a space, and how many queries and keys a tile has. origin: of dropout. statistics:
+    those that are computed.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
     from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output, saved_lse_dtype
@@ -218,9 +219,10 @@ def compile_case(
     from tilewise.backends.triton import config
     from tilewise.spec.bias_components import DIFFERENTIABLE
     from tilewise.spec.dropout import Origin
+    from tilewise.spec.statistics import Statistics
 
     problem, inputs = _call(case, terms, tiles)
-    score = dataclasses.replace(problem.score, origin=Origin(*origin))
+    score = dataclasses.replace(problem.score, origin=Origin(*origin), statistics=Statistics(*statistics))
     problem = dataclasses.replace(problem, score=score)
     o = empty_output(inputs.q, case.value_dim)
     lse = torch.empty(o.shape[:3], dtype=saved_lse_dtype(problem.dtype, problem), device="meta")
@@ -328,16 +330,21 @@ class Code(NamedTuple):
     hazards: list[wgmma_lint.Hazard]
 
 
-def compile_hopper_case(case: Case, backward: bool = False, tiles: str = "") -> list[Code]:
-    """Every kernel that a case's forward, or its backward, launches in the hopper backend; tiles: as for
+def compile_hopper_case(
+    case: Case, backward: bool = False, tiles: str = "", statistics: tuple[bool, ...] = ()
+) -> list[Code]:
+    """Every kernel that a case's forward, or its backward, launches in the hopper backend; tiles, statistics: as for
     `compile_case`."""
     from tilewise.backends import Needs, Outputs, empty_low_bits, empty_output, saved_lse_dtype
     from tilewise.backends.gluon.sm90.backward import launch as backward_launch
     from tilewise.backends.gluon.sm90.common import config
     from tilewise.backends.gluon.sm90.forward import launch
+    from tilewise.spec.statistics import Statistics
 
     _launched.clear()
     problem, inputs = _call(case, tiles=tiles)
+    score = dataclasses.replace(problem.score, statistics=Statistics(*statistics))
+    problem = dataclasses.replace(problem, score=score)
     if backward:
         o = empty_output(inputs.q, case.value_dim)
         lse, dlse = (

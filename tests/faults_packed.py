@@ -66,8 +66,8 @@ PACKED = [
         "unit/test_varlen_again.py",
     ),
     Fault(
-        "tilewise/operator/autograd.py", "ctx.save_for_backward(*inputs.tensors(), *output)",
-        "ctx.save_for_backward(*[x if x is None else x.clone() for x in inputs.tensors()], *output)",
+        "tilewise/operator/autograd.py", "ctx.save_for_backward(*inputs.tensors(), *saved)",
+        "ctx.save_for_backward(*[x if x is None else x.clone() for x in inputs.tensors()], *saved)",
         "inputs that are changed before the backward go unnoticed",
         "unit/test_varlen_again.py::test_in_place_changes_are_noticed",
     ),

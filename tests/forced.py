@@ -49,7 +49,7 @@ def check_origin(
     leaves, seed = [x.requires_grad_() for x in (q, k, v)], torch.tensor([2**40 + 1, 7], device=device)
     score = replace(Score.of(Band(hi=16), 16, dropout_p=0.3), origin=origin)
     assert ScoreNumbers.of(score, False, backend).score == score
-    o, _ = attention_op(Inputs(q, k, v, None, None, None, seed=seed), score, deterministic, backend)
+    o, *_ = attention_op(Inputs(q, k, v, None, None, None, seed=seed), score, deterministic, backend)
     b, h, i, j = torch.meshgrid(*(torch.arange(n, device=device) for n in (2, 4, 19, 35)), indexing="ij")
     kept = dropout.kept(
         dropout.stream(seed, b, h + origin.head), i + origin.query, j + origin.key, score.dropout

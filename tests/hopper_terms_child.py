@@ -188,7 +188,7 @@ def repair_beside_values(M: int, N: int, lo: int, count: int, causal: bool, reve
     assert inputs.parts.query is not None
     values = run.values.laid_out(inputs.parts.query)
     o, lse = torch.full_like(q, 7.0), torch.full((2, 4, M), float("nan"))
-    run.nan_fixup(q, k, v, values, None, None, None, o, None, lse)
+    run.nan_fixup(q, k, v, values, None, None, None, o, None, lse, None)
     return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)[:2]
 
 
@@ -223,7 +223,7 @@ def repair_beside_toeplitz(M: int, N: int, causal: bool) -> tuple[Tensor, ...]:
     assert run.nan_fixup is not None
     assert inputs.parts is not None
     o, lse = torch.full_like(inputs.q, 7.0), torch.full((2, 4, M), float("nan"))
-    run.nan_fixup(*inputs[:3], inputs.parts.toeplitz, None, None, None, o, None, lse)
+    run.nan_fixup(*inputs[:3], inputs.parts.toeplitz, None, None, None, o, None, lse, None)
     return o, lse, *cpu.prepare["forward"](problem, inputs)(inputs)[:2]
 
 

@@ -7,6 +7,7 @@ varlen_attention               attention of a packed batch: sequences of any len
 varlen_attn                    varlen_attention with the signature of PyTorch's function
 merge_attention                attention over parts of the keys, merged by their LSEs, with gradients
 TileMask, dynamic_mask         masks by tiles of the scores; empty tiles are not computed
+AuxRequest, AuxOutput          results besides o: LSE, maximum of the scores, entropy
 plan                           attention of one layout of tensors, prepared once and run many times
 tree_positions                 positions of the tokens of prefix trees, for rotary embeddings and losses
 explain, explain_varlen        backend, tiles, FLOPs and bytes of a call, and what limits it
@@ -38,12 +39,15 @@ if TYPE_CHECKING:
     from tilewise.ops.row_softmax.api import softmax
     from tilewise.plans import plan
     from tilewise.scaled_dot_product import scaled_dot_product_attention
+    from tilewise.spec.statistics import AuxOutput, AuxRequest
     from tilewise.topk.selection import dynamic_mask
     from tilewise.varlen import varlen_attention, varlen_attn
 
 __version__ = "0.2.0"
 
 _HOMES = {
+    "AuxOutput": "tilewise.spec.statistics",
+    "AuxRequest": "tilewise.spec.statistics",
     "TileMask": "tilewise.masks.block_sparse",
     "attention": "tilewise.api",
     "cache_info": "tilewise.cache",
@@ -65,6 +69,8 @@ _HOMES = {
 _PACKAGES = ("bias", "distributed", "integrations", "layouts", "nn")
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
     "TileMask",
     "attention",
     "cache_info",

@@ -15,9 +15,10 @@ from tilewise.frontend.jagged import are_jagged, jagged_attention
 from tilewise.frontend.keywords import named_only, too_many, unexpected
 from tilewise.frontend.leading import attention_of_leading
 from tilewise.masks.block_sparse import TileMask
-from tilewise.operator.autograd import attention_op
+from tilewise.operator.autograd import Found, attention_op
 from tilewise.operator.tools import is_symbolic, symbolic
 from tilewise.spec.checks import check_flag
+from tilewise.spec.statistics import NO_STATISTICS, AuxOutput, AuxRequest, aux_output, read_request
 from tilewise.spec.tensors import PLAIN, is_dtensor
 from tilewise.topk.gather import attention_of_selected
 
@@ -26,7 +27,7 @@ from tilewise.topk.gather import attention_of_selected
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Mask = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
-    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: Literal[False] = ...,
+    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: Literal[False] = ..., return_aux: None = ...,
     deterministic: bool | None = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -35,8 +36,8 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Mask = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
-    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: Literal[True], deterministic: bool | None = ...,
-    backend: str | None = ...,
+    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: Literal[True], return_aux: None = ...,
+    deterministic: bool | None = ..., backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -44,8 +45,17 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Mask = ..., sink: Tensor | None = ...,
     causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
-    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: bool, deterministic: bool | None = ...,
-    backend: str | None = ...,
+    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: bool = ..., return_aux: AuxRequest,
+    deterministic: bool | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Bias = ..., mask: Mask = ..., sink: Tensor | None = ...,
+    causal: bool = ..., window: Window | None = ..., scale: float | None = ..., softcap: float | None = ...,
+    dropout_p: float = ..., dropout_seed: Seed = ..., return_lse: bool, return_aux: None = ...,
+    deterministic: bool | None = ..., backend: str | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -65,10 +75,11 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Seed = None,
     return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Return exact attention, ``softmax(softcap(scale * q @ k.mT) + bias) @ v``; the scores are not stored.
 
     Args:
@@ -90,6 +101,7 @@ def attention(
         dropout_seed: ``(seed, offset)``, ints of 64 bits, or an int64 tensor (2,) on q's device; one seed drops the
             same entries on every backend. Default: drawn from torch's generator, without host synchronization.
         return_lse: if True, also return the log-sum-exp of each row, the logarithm of its softmax denominator.
+        return_aux: `tilewise.AuxRequest` of more results for each query: maximum of its scores, entropy of its softmax.
         deterministic: if True, equal inputs give bitwise equal gradients. Default:
             ``torch.are_deterministic_algorithms_enabled()``.
         backend: "hopper", "triton", "cpu" or "reference"; raises an error if it cannot run the call. Default, and
@@ -97,7 +109,8 @@ def attention(
 
     Returns:
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), natural logarithm, sink included, float32
-        (float64 for float64 inputs). Both are differentiable, twice and in forward mode too (not fused yet).
+        (float64 for float64 inputs). Both are differentiable, twice and in forward mode too (not fused yet). With
+        ``return_aux`` o and a `tilewise.AuxOutput`.
 
     Raises:
         ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
@@ -126,9 +139,13 @@ def attention(
         raise too_many("attention", 3, len(others))
     if return_lse is not True and return_lse is not False:
         check_flag("return_lse", return_lse)
-    arguments = None
+    statistics, request = NO_STATISTICS, None
+    if return_aux is not None:
+        request = read_request(return_aux, return_lse)
+        return_lse, statistics = request.lse, request.statistics
+    arguments = found = None
     if dropout_seed is None and not torch.compiler.is_compiling():
-        arguments = settings_key(causal, window, scale, softcap, dropout_p, deterministic, backend)
+        arguments = settings_key(causal, window, scale, softcap, dropout_p, deterministic, backend, statistics)
     if arguments is not None:
         if autocast_somewhere():
             q, k, v = cast(q, k, v)
@@ -138,47 +155,58 @@ def attention(
         except RuntimeError:
             check_inputs(q, k, v, bias, mask, sink)  # a nested tensor has no shape to look up
             raise
-        if found is not None:
-            return found if return_lse else found[0]  # type: ignore[return-value]
-    options: dict[str, Any] = {
-        "bias": bias, "mask": mask, "sink": sink, "causal": causal, "window": window, "scale": scale,
-        "softcap": softcap, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "deterministic": deterministic,
-        "backend": backend,
-    }  # fmt: skip
-    if type(q) not in PLAIN and are_jagged(q, k, v):
-        return jagged_attention(q, k, v, **options, return_lse=return_lse)
-    if type(q) not in PLAIN and is_dtensor(q) and dropout_p == 0 and dropout_seed is None:
-        split = _of_sequences(q, k, v, options)
-        if split is not None:
-            return split if return_lse else split[0]
-    try:
-        if isinstance(q, Tensor) and q.dim() > 4:
-            return attention_of_leading(attention, q, k, v, **options, return_lse=return_lse, arguments=arguments)
-        call = read_call(q, k, v, **options)
-    except TypeError:
+    if found is None:
+        options: dict[str, Any] = {
+            "bias": bias, "mask": mask, "sink": sink, "causal": causal, "window": window, "scale": scale,
+            "softcap": softcap, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "deterministic": deterministic,
+            "backend": backend,
+        }  # fmt: skip
         if is_symbolic(q, k, v, bias, mask, sink):
-            return symbolic(attention, q, k, v, **options, return_lse=return_lse)
-        raise
-    if isinstance(mask, TileMask) and mask.kept is not None:
-        gathered = attention_of_selected(call, mask.kept, return_lse)
-        if gathered is not None:
-            return gathered if return_lse else gathered[0]  # type: ignore[return-value]
-    if arguments is not None:
-        given = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
-        limits = None if causal is False and window is None else (causal, window)
-        found = cache_call(given, arguments, return_lse, call, limits=limits)
-        if found is not None:
-            return found if return_lse else found[0]  # type: ignore[return-value]
-    o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
+            return symbolic(attention, q, k, v, **options, return_lse=return_lse, return_aux=return_aux)
+        found = _first_call(q, k, v, return_lse=return_lse, arguments=arguments, statistics=statistics, **options)
+    o, lse, more = found
+    if request is not None:
+        return o, aux_output(request, lse, more)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
-def _of_sequences(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return ``(o, lse)`` of DTensors split along the sequence; None for others. Import torch.distributed only here:
+def _first_call(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, arguments: tuple | None = None, **options: Any
+) -> Found:  # fmt: skip
+    """Return `attention_op` of a call that is read, checked, and cached if it can be. arguments: its `settings_key`, or
+    None; options: the other arguments of `attention`, and statistics."""
+    if type(q) not in PLAIN and are_jagged(q, k, v):
+        return jagged_attention(q, k, v, return_lse=return_lse, **options)
+    if type(q) not in PLAIN and is_dtensor(q) and options["dropout_p"] == 0 and options["dropout_seed"] is None:
+        split = _of_sequences(q, k, v, options)
+        if split is not None:
+            return split
+    if isinstance(q, Tensor) and q.dim() > 4:
+        return attention_of_leading(_first_call, q, k, v, return_lse=return_lse, arguments=arguments, **options)
+    call = read_call(q, k, v, **options)
+    bias, mask, sink = options["bias"], options["mask"], options["sink"]
+    if isinstance(mask, TileMask) and mask.kept is not None:
+        gathered = attention_of_selected(call, mask.kept, return_lse)
+        if gathered is not None:
+            return gathered
+    if arguments is not None:
+        causal, window = options["causal"], options["window"]
+        limits = None if causal is False and window is None else (causal, window)
+        found = cache_call(Inputs(q, k, v, bias, mask, sink), arguments, return_lse, call, limits=limits)
+        if found is not None:
+            return found
+    return attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
+
+
+def _of_sequences(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Found | None:
+    """Return o and lse of DTensors split along the sequence; None for others. Import torch.distributed only here:
     with DTensors it is loaded already."""
     from tilewise.distributed.dtensor import attention_of_sequences
     from tilewise.distributed.operands import Arguments, CallOptions
 
     numbers = CallOptions(**{name: options[name] for name in CallOptions._fields})
     given = Arguments((q, k, v), options["bias"], options["mask"], options["sink"], None, numbers, {})
-    return attention_of_sequences(given)
+    found = attention_of_sequences(given)
+    if found is not None and any(options["statistics"]):
+        raise NotImplementedError("return_aux: of DTensors split along the sequence there is the lse alone")
+    return None if found is None else (*found, None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import cast
 
 from tilewise.backends.protocol import Backend
 from tilewise.spec.problem import Problem
+from tilewise.spec.statistics import NO_STATISTICS
 
 # In order of preference. The reference is for tests, chosen by an explicit backend= only.
 AUTOMATIC = ("hopper", "triton", "cpu")
@@ -27,15 +28,26 @@ class Plan:
     problem: Problem
     backend: str
     declined: tuple[tuple[str, str], ...]
+    asked: str = "auto"  # the argument ``backend``
+
+    @cached_property
+    def _without_statistics(self) -> Plan:
+        """Plan without statistics of the scores, which the forward alone computes: whose backward runs."""
+        score = self.problem.score
+        if not any(score.statistics):
+            return self
+        return make_plan(replace(self.problem, score=replace(score, statistics=NO_STATISTICS)), self.asked)
 
     @cached_property
     def backward_declined(self) -> str | None:
         """Return why the backend does not support the backward; None if it does."""
-        return backend_module(self.backend).declines(self.problem, "backward")
+        plan = self._without_statistics
+        return backend_module(plan.backend).declines(plan.problem, "backward")
 
     @cached_property
     def backward(self) -> str:
-        return self.backend if self.backward_declined is None else GRADIENTS[self.backend]
+        backend = self._without_statistics.backend
+        return backend if self.backward_declined is None else GRADIENTS[backend]
 
     @property
     def module(self) -> Backend:
@@ -87,7 +99,7 @@ def make_plan(problem: Problem, backend: str = "auto") -> Plan:
         if reason is not None:
             raise ValueError(f"backend: {backend!r} cannot run this call: {reason}")
         others = tuple((b, "another backend was asked for") for b in AUTOMATIC if b != backend)
-        return Plan(problem, backend, others)
+        return Plan(problem, backend, others, backend)
     declined: list[tuple[str, str]] = []
     for name in AUTOMATIC:
         reason = declines(name, problem) or backend_module(name).prefers(problem)

@@ -64,9 +64,9 @@ class AttentionPlan:
         ]
         inputs = with_seed(Inputs(q, k, v, bias, mask, sink), self._settings[0])
         if is_eager(inputs.tensors()):
-            o, lse = eager_attention(inputs, self._terms, self._forward, None, self._return_lse)
+            o, lse, _ = eager_attention(inputs, self._terms, self._forward, None, self._return_lse)
         else:
-            o, lse = attention_op(inputs, *self._settings, return_lse=self._return_lse)
+            o, lse, _ = attention_op(inputs, *self._settings, return_lse=self._return_lse)
         return (o, lse) if self._return_lse else o  # type: ignore[return-value]
 
     def explain(self) -> Explanation:

@@ -147,7 +147,7 @@ def scaled_dot_product_attention(
         found = cache_call(given, arguments, False, call, exact=True)
         if found is not None:
             return found[0]
-    o, _ = attention_op(with_seed(inputs, score), *call[1:], return_lse=False, exact=True)
+    o, *_ = attention_op(with_seed(inputs, score), *call[1:], return_lse=False, exact=True)
     return fold.unfold(o)
 
 
@@ -192,13 +192,12 @@ def _jagged(
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     query, scale = _positive_scale(query, _number(scale))
     bias, mask = _bias_and_mask(attn_mask)
-    o = jagged_attention(
+    o, *_ = jagged_attention(
         query, key, value, names=("query", "key", "value"), bias=bias, mask=mask, causal=is_causal,
         scale=scale, dropout_p=dropout_p, exact=True,
         equal_lengths="is_causal: is aligned top-left, for which jagged tensors must have as many keys as queries in "
         "each sequence; tilewise.attention(causal=True) is aligned bottom-right" if is_causal else None,
     )  # fmt: skip
-    assert isinstance(o, Tensor)
     return o
 
 

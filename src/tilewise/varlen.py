@@ -15,6 +15,7 @@ from tilewise.frontend.varlen import cached_packed, packed_attention
 from tilewise.spec.checks import check_flag
 from tilewise.spec.integers import check_range
 from tilewise.spec.seqlens import Lengths
+from tilewise.spec.statistics import NO_STATISTICS, AuxOutput, AuxRequest, aux_output, read_request
 from tilewise.spec.tensors import check_tensor, plain_int, plain_ints
 
 
@@ -39,11 +40,12 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_seed: Seed = None,
     return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
     validate: bool = False,
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Return `tilewise.attention` of B packed sequences, each of which attends to itself only.
 
     No tensor is padded or copied, and on a GPU the host does not synchronize for the lengths. Queries and keys are
@@ -75,10 +77,12 @@ def varlen_attention(
             outside the tensors is written.
         causal, window, scale, softcap, dropout_p, deterministic, backend: as for `attention`.
         return_lse: if True, also return lse.
+        return_aux: `tilewise.AuxRequest` of more results for each query, as for `attention`.
 
     Returns:
         o (total_q, H, Dv) in q's dtype; with ``return_lse`` also lse (H, total_q), float32 (float64 for float64
-        inputs). Rows past the last sequence and queries that see no key have o = 0 and lse = -inf.
+        inputs), or with ``return_aux`` a `tilewise.AuxOutput`. Rows past the last sequence and queries that see no key
+        have o = 0 and lse = -inf.
 
     Raises:
         ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
@@ -94,19 +98,26 @@ def varlen_attention(
     """
     if unknown:
         raise unexpected("varlen_attention", unknown)
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    statistics, request = NO_STATISTICS, None
+    if return_aux is not None:
+        request = read_request(return_aux, return_lse)
+        return_lse, statistics = request.lse, request.statistics
+    lengths, found = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k), None
     if dropout_seed is None and validate is False and not torch.compiler.is_compiling():
         given = Inputs(q, k, v, bias, mask, sink, None, None, lengths)  # type: ignore[arg-type]  # a bias may be a term
-        settings = settings_key(causal, window, scale, softcap, dropout_p, deterministic, backend)
+        settings = settings_key(causal, window, scale, softcap, dropout_p, deterministic, backend, statistics)
         found = cached_packed(given, (max_seqlen_q, max_seqlen_k), settings, return_lse)
-        if found is not None:
-            return found if return_lse else found[0]  # type: ignore[return-value]
-    longest = plain_int(max_seqlen_q), plain_int(max_seqlen_k)
-    return packed_attention(
-        q, k, v, lengths, longest, bias=bias, mask=mask, sink=sink, causal=causal, window=plain_ints(window),
-        scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
-        deterministic=deterministic, backend=backend, validate=validate,
-    )  # fmt: skip
+    if found is None:
+        longest = plain_int(max_seqlen_q), plain_int(max_seqlen_k)
+        found = packed_attention(
+            q, k, v, lengths, longest, bias=bias, mask=mask, sink=sink, causal=causal, window=plain_ints(window),
+            scale=scale, softcap=softcap, dropout_p=dropout_p, dropout_seed=dropout_seed, return_lse=return_lse,
+            deterministic=deterministic, backend=backend, validate=validate, statistics=statistics,
+        )  # fmt: skip
+    o, lse, more = found
+    if request is not None:
+        return o, aux_output(request, lse, more)
+    return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
 def varlen_attn(
@@ -126,7 +137,7 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     bias: Bias = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Return `varlen_attention`, with the signature of `torch.nn.attention.varlen.varlen_attn` and a bias.
 
     The signature is that of torch 2.12 and 2.13.
@@ -135,7 +146,7 @@ def varlen_attn(
         query, key, value: (total_q, H, D), (total_k, Hkv, D), (total_k, Hkv, Dv): q, k and v of `varlen_attention`.
         cu_seq_q, cu_seq_k: its cu_seqlens_q and cu_seqlens_k, (B + 1,), int32 or int64.
         max_q, max_k: its max_seqlen_q and max_seqlen_k.
-        return_aux: an AuxRequest of PyTorch; if its ``lse`` is True, lse is returned too.
+        return_aux: PyTorch's AuxRequest; with its ``lse`` lse is returned too. Or `tilewise.AuxRequest`.
         scale: multiplies ``query @ key.mT``; positive. Default: ``1 / sqrt(D)``.
         window_size: (left, right), -1 for no limit: (-1, 0) is causal, aligned bottom-right.
         enable_gqa: if True, key and value may have fewer heads than query, a divisor of H.
@@ -145,11 +156,12 @@ def varlen_attn(
 
     Returns:
         o (total_q, H, Dv) in query's dtype; with the lse also lse (H, total_q), float32 (float64 for float64 inputs).
+        If ``return_aux`` asks for statistics, o and an AuxOutput.
 
     Raises:
         ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
             Checks shared with `varlen_attention` use its names.
-        NotImplementedError: block_table, num_splits, max_scores of an AuxRequest, and those of `varlen_attention`.
+        NotImplementedError: block_table, num_splits, and those of `varlen_attention`.
 
     Examples:
         >>> q, k, v = (torch.randn(300, 8, 64) for _ in range(3))
@@ -179,12 +191,7 @@ def varlen_attn(
         if x < -1:
             raise ValueError(f"window_size: expected -1 (no limit), 0 or more, got {window_size!r}")
         check_range("window_size", x)
-    lse = False if return_aux is None else getattr(return_aux, "lse", None)
-    if not isinstance(lse, bool):
-        raise TypeError(f"return_aux: expected an AuxRequest with a bool lse, or None, got {return_aux!r}")
-    for name in getattr(return_aux, "_fields", ("max_scores",)):  # FlexAttention's AuxRequest also has max_scores
-        if name != "lse" and getattr(return_aux, name, False):
-            raise NotImplementedError(f"return_aux: {name} is not implemented; ask for lse alone")
+    request = AuxRequest() if return_aux is None else read_request(return_aux)
     for name, x in (("query", query), ("key", key), ("value", value), ("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):
         check_tensor(name, x)
     if query.dim() == key.dim() == 3 and not enable_gqa and query.shape[1] != key.shape[1]:
@@ -193,10 +200,13 @@ def varlen_attn(
             "divisor"
         )
     causal, window = _limits(*window_size)
-    return packed_attention(
+    o, lse, more = packed_attention(
         query, key, value, Lengths(cu_seq_q, cu_seq_k, seqused_k), (plain_int(max_q), plain_int(max_k)),
-        bias=bias, scale=scale, causal=causal, window=window, return_lse=lse,
+        bias=bias, scale=scale, causal=causal, window=window, return_lse=request.lse, statistics=request.statistics,
     )  # fmt: skip
+    if any(request.statistics):
+        return o, aux_output(request, lse, more)
+    return (o, lse) if request.lse else o
 
 
 def _limits(left: int, right: int) -> tuple[bool, Window | None]:

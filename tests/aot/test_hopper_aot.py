@@ -381,3 +381,23 @@ def test_the_lint_finds_hazards(during, after, hazards):
     code = WGMMA.format(during, after)
     assert wgmma_lint.count(code) == 2
     assert [hazard.address for hazard in wgmma_lint.lint(code)] == hazards
+
+
+# With the entropy two warpgroups are enough under a band; at 256 dimensions twenty bytes spill.
+@pytest.mark.parametrize(
+    ("triton", "case", "statistics", "designed", "spilled"),
+    [
+        ("installed", USUAL, (True, False, True), 2 * (8 + 8) * 2, 0),
+        ("3.6.0", replace(USUAL, causal=True, sink="h"), (True, False, False), 2 * (8 + 8) * 3, 0),
+        ("3.6.0", replace(USUAL, D=64, causal=True), (True, False, True), 2 * (4 + 8) * 3, 0),
+        ("3.6.0", replace(USUAL, D=64), (True, False, True), 3 * (4 + 8) * 2, 0),
+        ("3.6.0", replace(USUAL, D=64, bias="bhmn", causal=True), (True, False, True), 2 * (4 + 8) * 3, 0),
+        ("3.6.0", replace(USUAL, D=256, causal=True), (True, False, True), 2 * (16 + 4) * 3, 20),
+        ("3.6.0", replace(USUAL, mask="b1mn", bias="1hmn"), (True, False, True), 2 * (8 + 8) * 2, 0),
+    ],
+    ids=str,
+)
+def test_statistics(compilers, triton, case, statistics, designed, spilled):
+    codes = compilers.compile(compile_hopper_case, triton, 90, case, False, "", statistics)
+    hold_hopper(codes, spilled)
+    assert {code.wgmma for code in codes if code.kernel.name == "forward_kernel"} == {designed}

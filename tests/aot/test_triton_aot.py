@@ -503,3 +503,19 @@ def test_kernels_of_vectors(compilers):
         "table_vector_kernel", "table_gradient_kernel", "slopes_vector_kernel", "slopes_gradient_kernel",
     ]  # fmt: skip
     assert not any(kernel.spill_stores for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("triton", "target", "case", "spilled"),
+    [
+        ("3.6.0", 90, replace(USUAL, D=128, bias="1hmn", causal=True), 0),
+        ("installed", 90, replace(USUAL, D=64, mask="b1mn", sink="h"), 0),
+        ("installed", 80, replace(DECODE, D=128, bias="b11n"), 0),
+    ],
+    ids=str,
+)
+def test_statistics(compilers, triton, target, case, spilled):
+    none: tuple[Term, ...] = ()
+    statistics = (True, True, True)
+    kernels = compilers.compile(compile_case, triton, target, case, False, False, none, "", (0, 0, 0), statistics)
+    hold(kernels, TENSOR_CORES[target], {"forward_kernel": spilled})

@@ -83,7 +83,6 @@ def _call(x: Packed) -> tuple[Any, Any, tuple[str, ...]]:
     call = read_packed(
         q, k, v, Lengths(offsets, offsets), (x.longest, x.longest), bias=_bias(x), mask=None, sink=None,
         causal=x.causal, window=None, dropout_p=0.0, dropout_seed=None, deterministic=x.deterministic, backend=None,
-        validate=False,
     )  # fmt: skip
     inputs, parts = call.inputs, call.inputs.parts
     grads = tuple(name for name in DIFFERENTIABLE if parts is not None and getattr(parts, name) is not None)

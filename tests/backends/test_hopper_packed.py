@@ -72,7 +72,7 @@ class Call(NamedTuple):
         cu_q, cu_k, *longest = self.lengths.arguments()
         call = read_packed(
             *qkv, Tensors(cu_q, cu_k, self.lengths.seqused().get("seqused_k")), tuple(longest), mask=None,
-            dropout_p=0.0, dropout_seed=None, deterministic=False, backend=None, validate=False, **options,
+            dropout_p=0.0, dropout_seed=None, deterministic=False, backend=None, **options,
         )  # fmt: skip
         grads = ("query",) * (self.values is not None)
         return Problem.of(*call.inputs, call.score, bias_grad=bool(self.bias), part_grads=grads), call.inputs
@@ -111,7 +111,7 @@ def repair(x: Call, share: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     after[spoilt], after_lse[spoilt] = 7.0, torch.nan
     found = run.packed(inputs.lengths, o.clone(), lse=lse.clone())
     bias = inputs.bias if x.values is None else run.values.laid_out(inputs.parts.query, found)
-    run.nan_fixup(*inputs[:3], bias, *inputs[4:6], None, found, after, None, after_lse)
+    run.nan_fixup(*inputs[:3], bias, *inputs[4:6], None, found, after, None, after_lse, None)
     return o, lse, after, after_lse, spoilt
 
 

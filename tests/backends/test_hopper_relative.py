@@ -34,6 +34,7 @@ from tilewise.backends.gluon.sm90.common import config
 from tilewise.backends.gluon.sm90.forward import bias as bias_tiles
 from tilewise.backends.gluon.sm90.forward import kernel as forward_kernel
 from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.backends.kernels.statistics import RowResults
 
 BRAIN, FLOAT = torch.bfloat16, torch.float32
 VALUES = PART_WORDS["query"]
@@ -207,7 +208,7 @@ def test_the_forwards_roles_take_the_same_tiles(monkeypatch, p, dim):
             found.clear()
         x = SimpleNamespace(sink=None, seed=None, bias=None, q=MagicMock(), o=None, o_low=None)
         bias_tiles.load_bias.fn(x, MagicMock(), terms, sizes, c, warpgroup)
-        forward_kernel.compute.fn(x, MagicMock(), None, terms, sizes, c, warpgroup)
+        forward_kernel.compute.fn(x, MagicMock(), RowResults(None, None), terms, sizes, c, warpgroup)
         check_ring(filled, events, c.BIAS_STAGES)
         read = {(b, h, row, col - terms.column) for _, at in filled if at for b, h, row, col in [at]}
         assert len(visited) == len(set(visited))

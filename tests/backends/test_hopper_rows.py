@@ -21,6 +21,7 @@ from tilewise.spec.dropout import threshold
 from tilewise.spec.problem import Problem
 from tilewise.spec.rounding import with_low_bits
 from tilewise.spec.score import Band, Score
+from tilewise.spec.statistics import Statistics
 
 HALF, FLOAT = torch.float16, torch.float32
 USUAL = Case(B=2, H=2, Hkv=1, M=70, N=75, D=24, dtype=HALF, layout="padded", grads="")
@@ -107,10 +108,25 @@ def repair(
     o, lse = before.o.clone(), before.lse.clone()
     o[spoilt], lse[spoilt] = 7.0, float("nan")
     o_low = None if outputs.o_low is None else outputs.o_low.masked_fill(spoilt[..., None], 7777)
-    launch(*inputs[:4], *flat_mask(inputs.mask, inputs.tiles), inputs.sink, inputs.seed, o, o_low, lse)
+    launch(*inputs[:4], *flat_mask(inputs.mask, inputs.tiles), inputs.sink, inputs.seed, o, o_low, lse, None)
     if o_low is not None:
         _hold_low_bits(case, o, o_low, outputs.o_low, spoilt)
     return Repaired(before, before._replace(o=o, lse=lse), spoilt, visible(case, x))
+
+
+def statistics_again(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics by the reference, those after a repair of some rows that were 777, and which rows these are."""
+    from tilewise.backends.gluon.sm90.forward.launch import HopperForward
+
+    x = tensors(case)
+    problem, inputs = _call(case, x)
+    problem = replace(problem, score=replace(problem.score, statistics=Statistics(True, True, True)))
+    outputs = backend.forward(problem, inputs)
+    launch = HopperForward(problem, inputs).nan_fixup
+    spoilt = torch.rand(outputs.lse.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    lse, found = outputs.lse.masked_fill(spoilt, math.nan), torch.full_like(outputs.statistics, 777.0)
+    launch(*inputs[:5], inputs.sink, inputs.seed, outputs.o, None, lse, found)
+    return outputs.statistics, found, spoilt
 
 
 def _hold_low_bits(case: Case, o: Tensor, found: Tensor, before: Tensor, spoilt: Tensor) -> None:
@@ -198,6 +214,22 @@ def test_rows_are_computed_again(interpreter, case):
     assert torch.equal(after.o[~spoilt], before.o[~spoilt])
     assert torch.equal(after.lse[~spoilt], before.lse[~spoilt])
     hold(case, after)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(GROUPS, causal=True, N=139, sink="h"),
+        replace(USUAL, causal=True, M=139, sink="h", sink_at=20.0),
+        replace(USUAL, bias="1hmn", bias_hides=True, blind=True, planted=math.nan, softcap=2.0),
+        replace(USUAL, bias="1hm1", mask="bhmn", blind=True),
+    ],
+    ids=str,
+)
+def test_statistics_are_computed_again(interpreter, case):
+    before, after, spoilt = interpreter(statistics_again, case)
+    torch.testing.assert_close(after[spoilt], before[spoilt], rtol=1e-5, atol=1e-5)
+    assert (after[~spoilt] == 777.0).all()
 
 
 @pytest.mark.parametrize(

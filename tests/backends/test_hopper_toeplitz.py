@@ -33,6 +33,7 @@ from tilewise.backends.gluon.sm90.common import config
 from tilewise.backends.gluon.sm90.common import toeplitz as toeplitz_tiles
 from tilewise.backends.gluon.sm90.forward import kernel as forward_kernel
 from tilewise.backends.gluon.sm90.forward import launch
+from tilewise.backends.kernels.statistics import RowResults
 
 BRAIN, FLOAT = torch.bfloat16, torch.float32
 
@@ -180,7 +181,7 @@ def test_the_forwards_loops(monkeypatch, p, dim):
     monkeypatch.setattr(forward_kernel, "mma_one_n_block", mma_one_n_block)
     for warpgroup in range(c.WARPGROUPS):
         x = SimpleNamespace(sink=None, seed=None, bias=None, q=MagicMock(), o=None, o_low=None)
-        forward_kernel.compute.fn(x, MagicMock(), None, terms, sizes, c, warpgroup)
+        forward_kernel.compute.fn(x, MagicMock(), RowResults(None, None), terms, sizes, c, warpgroup)
     assert len(visited) == len(set(visited))
     lo, hi = tiles.limits(p.score.band)
     i, j = torch.arange(p.queries)[:, None], torch.arange(p.keys)

@@ -163,7 +163,7 @@ def test_the_operator(dtype, heads_last):
     inputs = Inputs(*x, None, None, seed=torch.tensor([1, 2]))
     terms = ScoreNumbers.of(Score.of(Band(0, 0), 16, dropout_p=0.9), False, "cpu")
     opcheck(torch.ops.tilewise.attention.default, (*inputs.flat(), *terms), traced=heads_last)
-    o, lse, o_low = torch.ops.tilewise.attention(*inputs.flat(), *terms)
+    o, lse, o_low, _ = torch.ops.tilewise.attention(*inputs.flat(), *terms)
     assert o_low.dtype == torch.int16
     assert not o_low.requires_grad
     assert o_low.shape == (o.shape if dtype == HALF else (0,))

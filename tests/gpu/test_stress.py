@@ -389,7 +389,7 @@ def test_opcheck(case):
     leaves = [y.detach().requires_grad_() for y in x[:4]]
     torch.library.opcheck(torch.ops.tilewise.attention.default, (*Inputs(*leaves, x.mask).flat(), *terms))
     inputs = Inputs(*(y.detach() for y in leaves), x.mask).flat()
-    o, lse, o_low = torch.ops.tilewise.attention(*inputs, *terms)
+    o, lse, o_low, _ = torch.ops.tilewise.attention(*inputs, *terms)
     torch.library.opcheck(
         torch.ops.tilewise.attention_backward.default,
         (x.do, x.dlse, *inputs, o, lse, o_low, *terms, [*Needs(True, True, True, True)]),

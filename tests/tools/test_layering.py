@@ -279,7 +279,7 @@ calls = dict(
     matmul=(q, q.mT), softmax=(q,),
     varlen_attention=(x, x, x, ends, ends, 2, 2), explain_varlen=(x, x, x, ends, ends, 2, 2),
     varlen_attn=(x, x, x, ends, ends, 2, 2), merge_attention=([o, o], [lse, lse]), dynamic_mask=(q[..., :2],),
-    cache_info=(), clear_caches=(), tree_positions=([2],), sdpa=(),
+    cache_info=(), clear_caches=(), tree_positions=([2],), sdpa=(), AuxRequest=(), AuxOutput=(),
 )
 assert set(calls) | {{"TileMask"}} == set(tilewise.__all__)
 for name, given in calls.items():

@@ -221,11 +221,10 @@ def test_a_call_keeps_no_tensor_of_its_numbers():
         assert torch.equal(found, varlen(window=(left, 0)))
 
 
-def test_max_scores_are_not_there_yet():
-    """FlexAttention's AuxRequest asks for them: they are not left out without a word."""
-    for request in (AuxRequest(lse=True, max_scores=True), AuxRequest(max_scores=True)):
-        with pytest.raises(NotImplementedError, match=r"^return_aux: max_scores is not implemented; ask for lse alone"):
-            torch_varlen(return_aux=request)
+def test_flex_attentions_request_is_taken():
     o, lse = torch_varlen(return_aux=AuxRequest(lse=True))
     assert (o.shape, lse.shape) == (P.shape, (2, 8))
     assert math.isfinite(float(lse.sum()))
+    _, aux = torch_varlen(return_aux=AuxRequest(lse=True, max_scores=True))
+    torch.testing.assert_close(aux.lse, lse)  # another kernel computes it
+    assert (aux.max_scores <= lse).all()

@@ -56,7 +56,7 @@ def test_functions_have_few_parameters():
     for name in TREES:
         for function, node in functions(name):
             count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
-            if count > PARAMETERS:
+            if count > PARAMETERS and f"{name}: {function}" not in found:  # once, whatever its overloads
                 found.append(f"{name}: {function}")
     held("many parameters", found)
 

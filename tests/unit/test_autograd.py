@@ -49,6 +49,7 @@ OPERATOR_CASES = {
     "sink without keys": {"N": 0, "sink": (2, 1, 5)},
     "dropout": {"dropped": 6554, "hi": 2, "bias": (1, 4, 5, 7)},
     "no queries": {"M": 0, "bias": (1, 4, 1, 7)},
+    "statistics": {"bias": (1, 4, 5, 7), "statistics": 7},
     "no keys": {"N": 0},
 }
 
@@ -58,7 +59,7 @@ def operator_arguments(case, requires_grad):
     bias, mask, sink = (case.pop(name, None) for name in ("bias", "mask", "sink"))
     terms = [case.pop(name, default) for name, default in
              (("lo", None), ("hi", None), ("scale", 0.4), ("softcap", None), ("deterministic", False))]  # fmt: skip
-    dropped = case.pop("dropped", 0)
+    dropped, statistics = case.pop("dropped", 0), case.pop("statistics", 0)
     heads_last, sliced = case.pop("heads_last", False), case.pop("sliced", False)
     q, k, v = tensors(**case, requires_grad=False)
     if heads_last:
@@ -75,6 +76,7 @@ def operator_arguments(case, requires_grad):
         None if sink is None else torch.randn(sink, dtype=bias_dtype, requires_grad=requires_grad),
         *[None] * len(Parts._fields), torch.tensor([1, 2]) if dropped else None, *[None] * (len(INPUT_NAMES) - 16),
         *terms, False, "auto", *(None, None, "") * 2, dropped, None, None, "", *[5 * (dropped > 0)] * 3, None, None, "",
+        statistics,
     )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def test_opcheck_forward(name):
 def test_opcheck_backward(name, use_lse):
     arguments = operator_arguments(OPERATOR_CASES[name], requires_grad=False)
     inputs, terms = arguments[: len(INPUT_NAMES)], arguments[len(INPUT_NAMES) :]
-    o, lse, o_low = torch.ops.tilewise.attention(*inputs, *terms)
+    o, lse, o_low, _ = torch.ops.tilewise.attention(*inputs, *terms)
     dlse = torch.randn_like(lse) if use_lse else None
     needs = [*Needs(True, use_lse, True, inputs[3] is not None, inputs[5] is not None)]
     opcheck(
@@ -352,7 +354,7 @@ def test_an_eager_call_is_the_operator():
     def loss_of(o, lse):
         return o.square().sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
 
-    eager = autograd.attention_op(Inputs(*inputs), score, False, "auto")
+    *eager, _ = autograd.attention_op(Inputs(*inputs), score, False, "auto")
     operator = torch.ops.tilewise.attention(*Inputs(*inputs).flat(), *ScoreNumbers.of(score, False, "auto"))[:2]
     pairs = [*zip(eager, operator, strict=True)]
     pairs += zip(*(torch.autograd.grad(loss_of(*out), leaves) for out in (eager, operator)), strict=True)

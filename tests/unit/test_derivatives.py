@@ -424,7 +424,7 @@ def test_the_operators():
     leaves = [None if y is None else y.requires_grad_() for y in inputs.flat()]
     given = [None if y is None else torch.randn_like(y).requires_grad_() for y in inputs.differentiable()]
     terms = ScoreNumbers.of(Score.of(Band(None, 2), 4, softcap=1.5), False, "cpu")
-    o, lse, low = torch.ops.tilewise.attention(*leaves, *terms)
+    o, lse, low, _ = torch.ops.tilewise.attention(*leaves, *terms)
     saved = (o.detach(), lse.detach(), low)
     opcheck(torch.ops.tilewise.attention_tangents.default, (*leaves, *given, *saved, *terms), traced=True)
     constant = [None if y is None else y.detach() for y in (*leaves, *given)]

@@ -199,7 +199,7 @@ def test_nearly_all_tiles_are_full_or_hidden(monkeypatch):
         TileMask, "from_intervals", lambda *args, **named: made.append(make(*args, **named)) or made[-1]
     )
     found = dynamic_mask(torch.randn(1, 2, 1, 4096), keep=512, causal=True)
-    monkeypatch.setattr(gather, "attention_op", lambda inputs, *args, **named: (inputs.q, None))
+    monkeypatch.setattr(gather, "attention_op", lambda inputs, *args, **named: (inputs.q, None, None))
     attention(*torch.zeros(3, 1, 2, 4096, 8).unbind(), mask=found)
     tiles = made[-1].tensors.tiles
     assert made[-1].validate().shape == (8, 2, 4, 8)

@@ -16,7 +16,7 @@ TERMS = (
     "SymInt? lo, SymInt? hi, float scale, float? softcap, bool deterministic, bool exact, str backend, "
     "SymInt? query_lo, SymInt? query_count, str query_rule, SymInt? key_lo, SymInt? key_count, str key_rule, "
     "int dropout, SymInt? max_q, SymInt? max_k, str packed_forms, int first_query, int first_key, int first_head, "
-    "SymInt? toeplitz_lo, SymInt? toeplitz_hi, str toeplitz_rule"
+    "SymInt? toeplitz_lo, SymInt? toeplitz_hi, str toeplitz_rule, int statistics"
 )
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? sink, Tensor? cols, Tensor? rows, "
@@ -29,7 +29,7 @@ NEEDED = "q", "k", "v", "bias", "sink", "cols", "rows", "query", "key", "toeplit
 TANGENTS = ", ".join(f"Tensor? {name}_tangent" for name in NEEDED)
 # Exported programs hold them: a change is one that older files do not survive.
 SCHEMAS = {
-    "attention": f"{INPUTS}, {TERMS}) -> (Tensor, Tensor, Tensor)",
+    "attention": f"{INPUTS}, {TERMS}) -> (Tensor, Tensor, Tensor, Tensor)",
     "attention_backward": f"Tensor? do, Tensor? dlse, {INPUTS}, Tensor o, Tensor lse, Tensor? o_low, {TERMS}, "
     f"bool[] needs) -> ({', '.join(['Tensor'] * 10)})",
     "attention_tangents": f"{INPUTS}, {TANGENTS}, Tensor o, Tensor lse, Tensor? o_low, {TERMS}) -> (Tensor, Tensor)",

@@ -256,7 +256,7 @@ def test_the_operator():
     names = [x.name for x in torch.ops.tilewise.attention.default._schema.arguments]
     values = {"q": q, "k": q, "v": q, "scale": 1.0, "deterministic": False, "exact": False, "backend": "auto"}
     values |= {"dropout": 0, "query_rule": "", "key_rule": "", "packed_forms": "", "toeplitz_rule": ""}
-    values |= {"first_query": 0, "first_key": 0, "first_head": 0}
+    values |= {"first_query": 0, "first_key": 0, "first_head": 0, "statistics": 0}
     values |= dict(zip(TileTensors._fields, found.tensors, strict=True))
     arguments = [values.get(name) for name in names]
     torch.library.opcheck(torch.ops.tilewise.attention.default, arguments)

@@ -443,7 +443,7 @@ def test_the_operator(name):
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(varlen, "settings_key", lambda **_: None)
-        patch.setattr(varlen, "attention_op", lambda *x, **y: calls.append(x) or (qkv[0][None], qkv[0]))
+        patch.setattr(varlen, "attention_op", lambda *x, **y: calls.append(x) or (qkv[0][None], qkv[0], None))
         call(qkv, USED, bias=bias, sink=torch.randn(H, USED.total_q, requires_grad=True))
     inputs, score, *_ = calls[0]
     terms = ScoreNumbers.of(score, False, "cpu")

@@ -60,7 +60,7 @@ def test_refusals():
         ({"window_size": (1,)}, TypeError, r"window_size: expected a pair \(left, right\), got \(1,\)"),
         ({"window_size": (-2, 0)}, ValueError, "window_size: expected -1"),
         ({"window_size": (None, 0)}, TypeError, "window_size: expected ints"),
-        ({"return_aux": True}, TypeError, "return_aux: expected an AuxRequest"),
+        ({"return_aux": True}, TypeError, "return_aux: expected a tilewise.AuxRequest"),
         ({"cu_seq_k": None}, TypeError, "cu_seq_k: expected a torch.Tensor, got NoneType"),
     ):
         given = {"cu_seq_q": CU_Q, "cu_seq_k": CU_K, "max_q": 5, "max_k": 7} | options

@@ -18,6 +18,7 @@ from tilewise.backends.protocol import INPUT_NAMES, Gradients, Inputs, Needs, Ou
 from tilewise.spec.operands import PART_WORDS, PartOperands
 from tilewise.spec.problem import Problem
 from tilewise.spec.rounding import keeps_low_bits
+from tilewise.spec.statistics import Statistics
 
 __all__ = ["INPUT_NAMES", "Gradients", "Inputs", "Needs", "Outputs"]
 
@@ -120,6 +121,19 @@ def rows_first(x: Tensor) -> Tensor:
 def empty_low_bits(o: Tensor, problem: Problem) -> Tensor | None:
     """Return an uninitialised `Outputs.o_low`; None if the call has none."""
     return torch.empty_like(o, dtype=torch.int16) if keeps_low_bits(problem.dtype, problem.score.dropout) else None
+
+
+def empty_statistics(o: Tensor, problem: Problem) -> Tensor | None:
+    """Return an uninitialised `Outputs.statistics` for o (B, H, M, Dv); None if the call computes none."""
+    count = len(problem.score.statistics.names)
+    return o.new_empty((*o.shape[:3], count), dtype=lse_dtype(o.dtype)) if count else None
+
+
+def clear_statistics(x: Tensor, statistics: Statistics) -> Tensor:
+    """Set statistics to those of queries that see nothing: maxima -inf, entropy 0."""
+    for n, name in enumerate(statistics.names):
+        x[..., n].fill_(0.0 if name == "entropy" else -torch.inf)
+    return x
 
 
 def empty_mended(outputs: Outputs, do: Tensor) -> Tensor | None:

@@ -115,6 +115,8 @@ class Outputs(NamedTuple):
     lse: Tensor | None  # natural log, (B, H, M), `lse_dtype`
     # Rounding error of a 16-bit o under dropout, int16 in o's layout (`tilewise.spec.rounding`); None otherwise.
     o_low: Tensor | None = None
+    # `Score.statistics`, (B, H, M, count), `lse_dtype`; None without any, and of cotangents.
+    statistics: Tensor | None = None
 
 
 class Needs(_one_each(False)):  # type: ignore[misc]

@@ -17,6 +17,7 @@ from tilewise.spec.bias_components import Parts
 from tilewise.spec.problem import Problem
 from tilewise.spec.relative import gather, scatter
 from tilewise.spec.rounding import keeps_low_bits, low_bits
+from tilewise.spec.statistics import stacked
 
 
 def declines(problem: Problem, work: Pass = "forward") -> str | None:
@@ -33,12 +34,27 @@ def tiles(problem: Problem) -> str:
 
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
     q, v = inputs.q, inputs.v
-    s, visible, _ = _scores(problem, inputs)
-    p, _, lse = _softmax(s, inputs.sink)
+    s, visible, transformed = _scores(problem, inputs)
+    p, p_sink, lse = _softmax(s, inputs.sink)
     o = reference.visible_product(p * _dropout(problem, inputs), visible, _per_head(problem, v))
     rounded = empty_output(q, problem.value_dim).copy_(o)
     o_low = low_bits(o, rounded) if keeps_low_bits(q.dtype, problem.score.dropout) else None
-    return Outputs(rounded, lse.to(lse_dtype(q.dtype)), o_low)
+    return Outputs(rounded, lse.to(lse_dtype(q.dtype)), o_low, _statistics(problem, s, transformed, p, p_sink, rounded))
+
+
+def _statistics(
+    problem: Problem, s: Tensor, transformed: Tensor, p: Tensor, p_sink: Tensor, o: Tensor
+) -> Tensor | None:  # fmt: skip
+    """Return `Outputs.statistics`. transformed: the scores before the bias."""
+    wanted = problem.score.statistics
+    if not any(wanted):
+        return None
+    found = {
+        "max_scores": s.amax(-1),
+        "max_scores_unbiased": torch.where(s == -torch.inf, s, transformed).amax(-1),
+        "entropy": torch.special.entr(torch.cat([p, p_sink], -1)).sum(-1),
+    }
+    return stacked(wanted, found).to(lse_dtype(o.dtype))
 
 
 def backward(problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:

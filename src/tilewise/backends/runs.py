@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_low_bits, empty_output, lse_dtype
+from tilewise.backends import (
+    Gradients,
+    Inputs,
+    Needs,
+    Outputs,
+    empty_low_bits,
+    empty_output,
+    empty_statistics,
+    lse_dtype,
+)
 from tilewise.backends.protocol import INPUT_NAMES, OPERANDS
 from tilewise.spec.problem import Problem
 
@@ -22,7 +31,8 @@ def forward(compute: Callable[..., Outputs], problem: Problem, inputs: Inputs) -
     if not problem.bias_in_runs:
         return compute(problem, inputs)
     o = empty_output(inputs.q, problem.value_dim)
-    outputs = Outputs(o, o.new_empty(o.shape[:3], dtype=lse_dtype(o.dtype)), empty_low_bits(o, problem))
+    lse = o.new_empty(o.shape[:3], dtype=lse_dtype(o.dtype))
+    outputs = Outputs(o, lse, empty_low_bits(o, problem), empty_statistics(o, problem))
     for run in _runs(problem, inputs):
         for whole, x in zip(outputs, compute(run.problem, run.inputs), strict=True):
             if whole is not None and x is not None:

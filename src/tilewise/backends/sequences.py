@@ -16,7 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_low_bits, empty_output, lse_dtype
+from tilewise.backends import (
+    Gradients,
+    Inputs,
+    Needs,
+    Outputs,
+    clear_statistics,
+    empty_low_bits,
+    empty_output,
+    empty_statistics,
+    lse_dtype,
+)
 from tilewise.backends.protocol import INPUT_NAMES, OPERANDS
 from tilewise.spec.bias_components import DIFFERENTIABLE, Parts
 from tilewise.spec.problem import Problem
@@ -38,6 +48,9 @@ def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
     o_low = empty_low_bits(o, problem)
     if o_low is not None:
         o_low.zero_()
+    statistics = empty_statistics(o, problem)
+    if statistics is not None:
+        clear_statistics(statistics, problem.score.statistics)
     for x in dense_calls(problem, inputs):
         if x.run.keys:
             found = run(x.problem, x.inputs)
@@ -46,9 +59,11 @@ def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
             x.part("q", lse).copy_(found.lse)
             if o_low is not None and found.o_low is not None:
                 x.part("q", o_low).copy_(found.o_low)
+            if statistics is not None and found.statistics is not None:
+                x.part("q", statistics).copy_(found.statistics)
         elif x.inputs.sink is not None:
             x.part("q", lse).copy_(x.inputs.sink)
-    return Outputs(o, lse, o_low)
+    return Outputs(o, lse, o_low, statistics)
 
 
 def backward(

@@ -15,7 +15,13 @@ def fit_tiles(problem: Problem) -> bool:
     p = problem
     if p.totals is not None or p.parts is not None or p.sink is not None or p.tile_mask is not None:
         return False
-    if p.score.dropout or p.group != 1 or p.few_queries or p.batch * p.heads < LEAST_SEQUENCES:
+    if (
+        any(p.score.statistics)
+        or p.score.dropout
+        or p.group != 1
+        or p.few_queries
+        or p.batch * p.heads < LEAST_SEQUENCES
+    ):
         return False
     if p.bias is not None and (p.bias.axes != BiasKind.MATRIX or p.bias_in_runs):
         return False

@@ -46,7 +46,7 @@ class AllToAll(Method):
 
     def forward(self, call: ContextParallelCall, tensors: Tensors, asked: Flags) -> tuple[Outputs, Saved]:
         outputs, saved = self.inner.forward(traded_call(call), _traded(call, tensors), asked)
-        found = [x if yes else None for x, yes in zip(outputs, asked, strict=True)]
+        found = [x if yes else None for x, yes in zip(outputs[:3], asked, strict=True)]
         return Outputs(*(None if x is None else rows_of_heads(x, call.ranks.inside, 1, 2) for x in found)), saved  # type: ignore[arg-type]
 
     def backward(self, call: ContextParallelCall, saved: Saved, cotangents: Outputs, needs: Flags) -> Grads:

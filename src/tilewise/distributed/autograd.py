@@ -115,7 +115,7 @@ class _Run(torch.autograd.Function):
         *tensors, ctx.call, ctx.method, return_lse = arguments
         outputs, saved = ctx.method.forward(ctx.call, tensors, (True, return_lse, False))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved.tensors, *saved.outputs)
+        ctx.save_for_backward(*saved.tensors, *saved.outputs[:3])
         return outputs.o, outputs.lse
 
     @staticmethod

@@ -139,7 +139,7 @@ def _forward(tensors: Tensors, call: str) -> tuple[Tensor, Tensor, Tensor]:
     has_lse = traced(call).has_lse
     with autograd_again(), torch.no_grad():
         method, sharded, found, _ = _prepared(tensors, traced(call))
-        (o, lse, o_low), _ = method.forward(sharded, found, (True, has_lse, True))
+        (o, lse, o_low, _), _ = method.forward(sharded, found, (True, has_lse, True))
     lse = o.new_empty(0, dtype=lse_dtype(o.dtype)) if lse is None or not has_lse else lse.contiguous()
     return o.contiguous(), lse, o.new_empty(0, dtype=torch.int16) if o_low is None else o_low.contiguous()
 

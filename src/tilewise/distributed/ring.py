@@ -90,7 +90,7 @@ class Ring(Method):
         lse = o.new_full(o.shape[:3], -torch.inf)
         for found, parts in _stages(call, tensors):
             for query, key in parts:
-                part, part_lse, part_low = call.outputs(found, query, key, sink=False)
+                part, part_lse, part_low, _ = call.outputs(found, query, key, sink=False)
                 assert part_lse is not None
                 rows, rows_lse = (x.narrow(2, query.local, query.length) for x in (o, lse))
                 _add_part(rows, rows_lse, with_low_bits(part, part_low), part_lse)

@@ -33,10 +33,12 @@ from tilewise.frontend.varlen import read_packed
 from tilewise.masks.block_sparse import TileMask
 from tilewise.planner import make_plan
 from tilewise.spec.bias_components import NO_PARTS
+from tilewise.spec.checks import check_flag
 from tilewise.spec.gpus import CAPABILITIES, gpu_key
 from tilewise.spec.problem import Problem, irregular
 from tilewise.spec.score import Numbers, Window
 from tilewise.spec.seqlens import Lengths, places
+from tilewise.spec.statistics import NO_STATISTICS, AuxRequest, Statistics, read_request
 from tilewise.spec.tensors import PLAIN, check_tensor, plain_int, plain_ints
 from tilewise.topk.gather import Gather, gather_of
 
@@ -55,6 +57,7 @@ def explain(
     dropout_p: float = 0.0,
     dropout_seed: Seed = None,
     return_lse: bool = False,
+    return_aux: AuxRequest | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
     device: str | None = None,
@@ -72,6 +75,7 @@ def explain(
             be on the CPU. A low-rank bias is shown as wider q and k. Lengths of jagged tensors are read, as by
             `explain_varlen`, so these tensors need elements. With more leading dimensions than a batch it is one of the
             calls of four dimensions that is shown, and how many there are.
+        return_aux: as for `tilewise.attention`: not every backend computes every statistic.
         return_lse: has no effect: the LSE is always computed and written.
         device: plan for another device than the tensors': "cpu", a GPU such as "H100" or "RTX 4090", or a compute
             capability such as "sm_90".
@@ -103,14 +107,14 @@ def explain(
         return explain_varlen(
             *values, lengths.cu_q, lengths.cu_k, *longest, bias=bias, mask=mask, sink=sink, causal=causal,
             window=window, dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
-            backend=backend, device=device, limits=limits, **numbers,
+            return_aux=return_aux, backend=backend, device=device, limits=limits, **numbers,
         )  # fmt: skip
     listed = None
     if isinstance(mask, TileMask) and isinstance(q, Tensor) and q.is_meta and mask.device.type == "cpu":
         listed, mask = mask.tensors, mask.to("meta")
     options = {
         "causal": causal, "window": window, "dropout_p": dropout_p, "dropout_seed": dropout_seed,
-        "deterministic": deterministic, "backend": backend, **numbers,
+        "deterministic": deterministic, "backend": backend, "statistics": _statistics(return_aux), **numbers,
     }  # fmt: skip
     calls = 1
     with torch.enable_grad():  # bias components computed from a trained table must require grad too
@@ -155,8 +159,12 @@ def _gathered(problem: Problem, computed: Problem, forward: Work, backward: Work
 
 
 _OF_PACKED = {
-    name: x for name, x in inspect.signature(read_packed).parameters.items() if x.kind is inspect.Parameter.KEYWORD_ONLY
+    name: x
+    for name, x in inspect.signature(read_packed).parameters.items()
+    if x.kind is inspect.Parameter.KEYWORD_ONLY and name != "statistics"
 }
+_OF_PACKED["return_aux"] = inspect.signature(explain).parameters["return_aux"]
+_OF_PACKED["validate"] = inspect.Parameter("validate", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
 
 
 @partial(named_only, more=_OF_PACKED | get_type_hints(Numbers), after="seqused_k")
@@ -183,7 +191,7 @@ def explain_varlen(
         max_seqlen_q, max_seqlen_k: as for `varlen_attention`.
         bias, mask, sink, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, validate: as
             for `varlen_attention`. Masked scores are counted as visible.
-        device, limits: as for `explain`.
+        return_aux, device, limits: as for `explain`.
 
     Returns:
         Explanation; print it.
@@ -202,6 +210,8 @@ def explain_varlen(
     if unknown := [name for name in options if name not in allowed]:
         raise unexpected("explain_varlen", unknown)
     options.pop("return_lse", None)  # it has no effect
+    check_flag("validate", options.pop("validate", False))  # the lengths are read in any case
+    statistics = _statistics(options.pop("return_aux", None))
     read = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k)
     for argument, x in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), read, strict=False):
         if x is not None:
@@ -211,7 +221,8 @@ def explain_varlen(
     moved = Lengths(*(None if x is None else x.to(q.device) for x in read))
     with torch.enable_grad():
         longest = plain_int(max_seqlen_q), plain_int(max_seqlen_k)
-        call = read_packed(q, k, v, moved, longest, **options | {"window": plain_ints(options.get("window"))})
+        options |= {"window": plain_ints(options.get("window")), "statistics": statistics}
+        call = read_packed(q, k, v, moved, longest, **options)
     problem, name = _problem_of(call, device)
     assert problem.totals is not None
     assert problem.score.packed is not None
@@ -238,6 +249,10 @@ def _operand_bytes(call: Call, problem: Problem) -> tuple[int, int]:
     asking = [*["bias"] * problem.bias_grad, *["sink"] * problem.sink_grad]
     asking += [] if problem.parts is None else problem.parts.grads
     return sum(found.values()), sum(found[name] for name in asking)
+
+
+def _statistics(return_aux: AuxRequest | None) -> Statistics:
+    return NO_STATISTICS if return_aux is None else read_request(return_aux).statistics
 
 
 def _problem_of(call: Call, device: str | None) -> tuple[Problem, str | None]:

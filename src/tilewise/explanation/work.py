@@ -173,8 +173,10 @@ def _given_limits(pair: tuple[float, float]) -> Limits:
 
 
 def forward_work(problem: Problem) -> Work:
-    """Return the work of the forward: it reads the inputs and writes o and lse."""
-    return Work(problem.flops, _read(problem) + _results(problem), _stored(problem, FORWARD_PASSES))
+    """Return the work of the forward: it reads the inputs and writes o, lse and statistics."""
+    statistics = len(problem.score.statistics.names) * problem.batch * problem.heads * problem.queries
+    size = lse_dtype(problem.dtype).itemsize
+    return Work(problem.flops, _read(problem) + _results(problem) + statistics * size, _stored(problem, FORWARD_PASSES))
 
 
 def backward_work(problem: Problem) -> Work:

@@ -23,6 +23,7 @@ from tilewise.spec.block_mask import TileTensors
 from tilewise.spec.checks import check_flag, check_qkv, check_seed, four_dims, sink_of_rows
 from tilewise.spec.operands import Sizes
 from tilewise.spec.score import Band, Numbers, Score, Window, check_numbers
+from tilewise.spec.statistics import NO_STATISTICS, Statistics
 from tilewise.spec.tensors import causal_limit, check_tensor, is_causal_bias, is_dtensor
 
 Seed = tuple[int, int] | Tensor | None
@@ -57,6 +58,7 @@ def read_call(
     dropout_seed: Seed,
     deterministic: bool | None,
     backend: str | None,
+    statistics: Statistics = NO_STATISTICS,
     **numbers: Unpack[Numbers],
 ) -> Call:
     """Read and check the keyword arguments of `attention`; ``numbers`` are those of `Score.of`. A call with dropout but
@@ -91,7 +93,9 @@ def read_call(
         mask, band = _operand("mask", mask, (q, k, v), causal, band)
     if sink is not None:
         sink = sink_of_rows(sink, q, k, v)
-    score = Score.of(band, q.shape[-1] if q.dim() > 0 else 0, dropout_p=dropout_p, **numbers)
+    score = Score.of(
+        band, q.shape[-1] if q.dim() > 0 else 0, dropout_p=dropout_p, statistics=statistics, **numbers
+    )  # fmt: skip
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     inputs = Inputs(q, k, v, bias, mask, sink, tiles=tiles)
@@ -199,6 +203,11 @@ def with_slots(inputs: Inputs, score: Score, slots: Slots) -> tuple[Inputs, Scor
     which every backend supports.
     """
     if slots.low_rank is not None:
+        if score.statistics.max_scores_unbiased:
+            raise NotImplementedError(
+                "return_aux: a low-rank bias is part of the product, of which there is no maximum without it; leave "
+                "max_scores_unbiased out"
+            )
         q, k, scale = low_rank_of(slots, inputs.q, score).extended(inputs.q, inputs.k, score.scale)
         inputs, score = inputs._replace(q=q, k=k), replace(score, scale=scale)
     bias, cols, rows = slots.matrix, slots.cols, slots.rows

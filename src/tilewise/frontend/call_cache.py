@@ -14,7 +14,7 @@ from tilewise.bias.toeplitz import Alibi, T5Bias
 from tilewise.cache import calls
 from tilewise.frontend.arguments import Call, seed_tensor
 from tilewise.masks.block_sparse import TileMask
-from tilewise.operator.autograd import eager_attention
+from tilewise.operator.autograd import Found, eager_attention
 from tilewise.operator.dispatch import Forward, forward_of, forward_variants
 from tilewise.operator.eager import is_eager
 from tilewise.operator.seed import drawn_seed
@@ -22,9 +22,9 @@ from tilewise.operator.structure import Variants, layouts, structure_of
 from tilewise.operator.views import PackedViews, ShapedViews, Views
 from tilewise.spec.bias_components import Parts
 from tilewise.spec.score import Band, ScoreNumbers, Window
+from tilewise.spec.statistics import NO_STATISTICS, Statistics
 
 Limits = tuple[bool, Window | None]  # causal and window
-Found = tuple[Tensor, Tensor | None] | None  # o and lse, or None if the cache has no such call
 
 
 class Cached(NamedTuple):
@@ -42,6 +42,7 @@ class Cached(NamedTuple):
 def settings_key(
     causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float | None = None,
     dropout_p: float = 0.0, deterministic: bool | None = None, backend: str | None = None,
+    statistics: Statistics = NO_STATISTICS,
 ) -> tuple | None:  # fmt: skip
     """Return the arguments of `tilewise.attention` besides its tensors and seed, for a key. None if a call with them is
     not cached: True equals 1, so only exact types are."""
@@ -52,7 +53,7 @@ def settings_key(
         and (deterministic is None or type(deterministic) is bool) and (backend is None or type(backend) is str)
     ):  # fmt: skip
         ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        return causal, ordered, backend, dropout_p, scale, softcap, window
+        return causal, ordered, backend, dropout_p, scale, softcap, window, statistics
     return None
 
 
@@ -85,8 +86,8 @@ def _settings(term: Any) -> tuple | None:
     return term.rule, query_start, key_start, layouts(x)
 
 
-def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> Found:
-    """Return ``(o, lse)`` on a cache hit, else None. ``inputs`` are the caller's; a bias term may be among them."""
+def cached_call(inputs: Inputs, arguments: tuple, return_lse: bool) -> Found | None:
+    """Return `eager_attention` on a cache hit, else None. inputs: the caller's; a bias term may be among them."""
     found = _look_up(inputs, arguments)
     if found is None:
         return None
@@ -143,7 +144,7 @@ def _views_of(inputs: Inputs) -> ShapedViews | None:
 def cache_call(
     inputs: Inputs, arguments: tuple, return_lse: bool, call: Call, *, exact: bool = False,
     limits: Limits | None = None,
-) -> Found:  # fmt: skip
+) -> Found | None:  # fmt: skip
     """Cache a call that was read as ``call``, if it can be, and return `cached_call` of it. So a first call saves the
     tensors for its backward that an equal one saves when a checkpoint recomputes it.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise.frontend.varlen import packed_attention
+from tilewise.operator.autograd import Found
 from tilewise.spec.checks import DTYPES, check_head_dim
 from tilewise.spec.seqlens import Lengths
 from tilewise.spec.tensors import PLAIN
@@ -28,9 +29,8 @@ def jagged_attention(
     *,
     names: tuple[str, str, str] = ("q", "k", "v"),
     equal_lengths: str | None = None,
-    return_lse: bool = False,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Found:
     """Return `packed_attention` of jagged tensors (B, H, j, D), where j is the ragged dimension. Nothing is copied.
 
     On a GPU the host synchronizes once for each tensor that does not know its ``max_seqlen``, and to compare the
@@ -43,19 +43,16 @@ def jagged_attention(
         options: those of `packed_attention`.
 
     Returns:
-        o, jagged (B, H, j, Dv), with q's j; with ``return_lse`` also lse, jagged (B, H, j).
+        o, jagged (B, H, j, Dv), with q's j; lse, jagged (B, H, j), and statistics, jagged (B, H, j, count), or None.
 
     Raises:
         ValueError, TypeError: an argument is not allowed; the message names it, the value received and what is allowed.
         NotImplementedError: jagged tensors with holes; under torch.compile, different j that would have to be compared.
     """
     values, lengths, longest = packed_of(q, k, v, names, equal_lengths)
-    found = packed_attention(*values, lengths, longest, return_lse=return_lse, **options)
-    if return_lse:
-        o, lse = found
-        return _as(q, o.transpose(0, 1)), _as(q, lse)
-    assert isinstance(found, Tensor)
-    return _as(q, found.transpose(0, 1))
+    o, *others = packed_attention(*values, lengths, longest, **options)
+    lse, statistics = (None if x is None else _as(q, x) for x in others)
+    return _as(q, o.transpose(0, 1)), lse, statistics
 
 
 class PackedOf(NamedTuple):

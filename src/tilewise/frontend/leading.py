@@ -15,7 +15,7 @@ from tilewise.bias.terms import Term
 from tilewise.frontend.arguments import Bias, Call, Mask, Seed, check_inputs, read_call, with_seed
 from tilewise.frontend.call_cache import cache_call
 from tilewise.masks.block_sparse import tile_mask_of
-from tilewise.operator.autograd import attention_op
+from tilewise.operator.autograd import Found, attention_op
 from tilewise.spec.checks import check_broadcast, check_sink
 from tilewise.spec.operands import Sizes
 from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
@@ -24,9 +24,9 @@ Size = tuple[int, ...]
 
 
 def attention_of_leading(
-    attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, bias: Bias, mask: Mask, sink: Tensor | None,
+    attend: Callable[..., Found], q: Tensor, k: Tensor, v: Tensor, *, bias: Bias, mask: Mask, sink: Tensor | None,
     dropout_p: float, dropout_seed: Seed, return_lse: bool, arguments: tuple | None, **options: Any,
-) -> Any:  # fmt: skip
+) -> Found:  # fmt: skip
     """Return ``attend`` of q (..., H, M, D); ``attend`` takes (B, H, M, D). Errors as for `tilewise.attention`.
 
     No tensor is copied or expanded. A single call suffices if views can merge each tensor's leading dimensions, in
@@ -51,19 +51,20 @@ def attention_of_leading(
         given = Inputs(q, k, v, bias, mask, sink)  # type: ignore[arg-type]
         cached = cache_call(given, arguments, return_lse, read_flattened(flattened, options))
         if cached is not None:
-            return cached if return_lse else cached[0]
-    found: list[Any] = []
+            return cached
+    found: list[Found] = []
     for inputs in split.calls:
         if whole:
             call = read_flattened(inputs, options)
-            o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse)
-            found.append((o, lse) if return_lse else o)
+            found.append(attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse))
         else:
             named = dict(zip(("bias", "mask", "sink"), inputs[3:6], strict=True))
             found.append(attend(*inputs[:3], **named, return_lse=return_lse, **options))
-    if not return_lse:
-        return way.together(found)
-    return way.together([o for o, _ in found]), way.together([lse for _, lse in found])
+    o, lse, statistics = zip(*found, strict=True)
+    return (
+        way.together(o), way.together(lse) if return_lse else None,
+        None if statistics[0] is None else way.together(statistics),
+    )  # fmt: skip
 
 
 class LeadingSplit(NamedTuple):

@@ -26,15 +26,16 @@ from tilewise.frontend.arguments import (
     with_slots,
 )
 from tilewise.frontend.autocast import autocast, autocast_somewhere
-from tilewise.frontend.call_cache import Found, cache_call, cached_call, settings_key
+from tilewise.frontend.call_cache import cache_call, cached_call, settings_key
 from tilewise.masks.block_sparse import TileMask, is_block_mask
-from tilewise.operator.autograd import attention_op
+from tilewise.operator.autograd import Found, attention_op
 from tilewise.planner import check_backend
 from tilewise.spec.checks import DTYPES, check_flag, check_head_dim, check_lengths
 from tilewise.spec.integers import LARGEST_SIZE, check_range
 from tilewise.spec.operands import Sizes
 from tilewise.spec.score import Band, Numbers, Score, check_numbers
 from tilewise.spec.seqlens import Lengths, Packed, places
+from tilewise.spec.statistics import NO_STATISTICS, Statistics
 from tilewise.spec.tensors import check_tensor, is_causal_bias, is_dtensor
 
 
@@ -53,34 +54,39 @@ def packed_attention(
     return_lse: bool = False,
     exact: bool = False,
     **settings: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return `varlen_attention` for public functions. ``longest``: (max_seqlen_q, max_seqlen_k). exact: see
-    `Problem`. settings: the arguments of `settings_key`."""
+) -> Found:
+    """Return o, lse and statistics of `varlen_attention` for public functions, None for those not asked for.
+
+    longest: (max_seqlen_q, max_seqlen_k). exact: see `Problem`. settings: the arguments of `settings_key`.
+    """
     check_flag("return_lse", return_lse)
+    check_flag("validate", validate)
     given, key = Inputs(q, k, v, bias, mask, sink, lengths=lengths), None  # type: ignore[arg-type]
     if not torch.compiler.is_compiling():
         if dropout_seed is None and validate is False:
             key = settings_key(**settings)
             found = cached_packed(given, longest, key, return_lse, exact)
             if found is not None:
-                return found if return_lse else found[0]  # type: ignore[return-value]
+                return found
         if isinstance(q, Tensor) and q.is_cuda:  # the CPU checks max_seqlen exactly
             longest = shared_longest(longest, bias, mask, validate)
     call = read_packed(
-        q, k, v, lengths, longest, bias=bias, mask=mask, sink=sink, dropout_seed=dropout_seed, validate=validate,
-        **settings,
+        q, k, v, lengths, longest, bias=bias, mask=mask, sink=sink, dropout_seed=dropout_seed, **settings,
     )  # fmt: skip
+    if validate and call.score.packed is not None:
+        places(lengths, call.score.packed, (call.inputs.q.shape[2], call.inputs.k.shape[2]))
     found = cached_packed(given, longest, key, return_lse, exact, call)
     if found is None:
-        o, lse = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse, exact=exact)
-        found = rows_first(o), None if lse is None else lse.squeeze(0)
-    return found if return_lse else found[0]  # type: ignore[return-value]
+        o, *others = attention_op(with_seed(call.inputs, call.score), *call[1:], return_lse=return_lse, exact=exact)
+        lse, statistics = (None if x is None else x.squeeze(0) for x in others)
+        found = rows_first(o), lse, statistics
+    return found
 
 
 def cached_packed(
     given: Inputs, longest: tuple[int, int], settings: tuple | None, return_lse: bool, exact: bool = False,
     call: Call | None = None,
-) -> Found:  # fmt: skip
+) -> Found | None:  # fmt: skip
     """Return `cached_call` of a packed batch, or `cache_call` of one that was read as ``call``.
 
     given: the caller's tensors; the bias may be a term. settings: `settings_key` of the other arguments.
@@ -141,11 +147,10 @@ def read_packed(
     dropout_seed: Seed = None,
     deterministic: bool | None = None,
     backend: str | None = None,
-    validate: bool = False,
+    statistics: Statistics = NO_STATISTICS,
     **numbers: Unpack[Numbers],
 ) -> Call:
     """Read and check the arguments of `varlen_attention`, as `read_call` does for `attention`."""
-    check_flag("validate", validate)
     check_flag("causal", causal)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -168,11 +173,8 @@ def read_packed(
         _longest("max_seqlen_q", longest[0]), _longest("max_seqlen_k", longest[1]),
     )  # fmt: skip
     packed = Packed(sizes.M, sizes.N)
-    if validate:
-        places(lengths, packed, totals)
-
     band = Band.aligned(bool(causal), window, 0)
-    score = Score.of(band, q.shape[3], dropout_p=dropout_p, **numbers)
+    score = Score.of(band, q.shape[3], dropout_p=dropout_p, statistics=statistics, **numbers)
     inputs = Inputs(q, k, v, None, padded_mask(mask), None, lengths=lengths)
     forms: tuple[str, ...] = ()
     if bias is not None:

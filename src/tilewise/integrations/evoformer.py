@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise import attention
+from tilewise import AuxRequest, attention
 from tilewise.cache import calls
 from tilewise.frontend.autocast import autocast, autocast_somewhere
 from tilewise.operator.eager import is_eager
@@ -61,14 +61,14 @@ def triangle_attention(
         mask: (B, N, 1, 1, K), or with 4 dimensions (N, 1, 1, K), or any shape that broadcasts; bool, True = visible. In
             other dtypes, as in cuEquivariance, nonzero = visible; no gradient.
         scale: multiplies ``q @ k.mT``; positive. Default ``1 / sqrt(D)``.
-        return_aux: also return the logsumexp, and None in place of cuEquivariance's maximum.
+        return_aux: also return the logsumexp and the maximum of each row's scores.
         kv_lengths: instead of a mask, for keys padded on the right: the number of visible keys, (B, N, 1, 1, 1), or
             (N, 1, 1, 1) if B is 1; int32 or int64. More than K means all.
 
     Returns:
         (B, N, H, Q, Dv) in q's dtype and memory order, with 5 dimensions even if q has 4, like cuEquivariance's. With
-        ``return_aux`` ``(out, lse, None)``: lse (B, N, H, Q), float32 (float64 for float64 inputs), natural logarithm,
-        differentiable. The third would be the maximum of each row's scores, which is not kept.
+        ``return_aux`` ``(out, lse, max)``: lse (B, N, H, Q), float32 (float64 for float64 inputs), natural logarithm,
+        differentiable; the maximum in that shape and dtype, bias included, -inf for a query that sees no key.
 
     A query that sees no key gives 0, zero gradients and an lse of -inf, or 0 if its ``kv_lengths`` is 0, as in
     cuEquivariance. cuEquivariance replaces scores that ``mask`` hides by -1e9, so a fully masked row there gives the
@@ -95,10 +95,11 @@ def triangle_attention(
         mask = _within(q, k, kv_lengths)
     if not return_aux:
         return attention(q, k, v, bias=bias, mask=mask, scale=scale)
-    o, lse = attention(q, k, v, bias=bias, mask=mask, scale=scale, return_lse=True)
-    if kv_lengths is not None:
+    o, aux = attention(q, k, v, bias=bias, mask=mask, scale=scale, return_aux=AuxRequest(lse=True, max_scores=True))
+    lse = aux.lse
+    if kv_lengths is not None and lse is not None:
         lse = lse.masked_fill(kv_lengths.squeeze(-1) <= 0, 0.0)
-    return o, lse, None
+    return o, lse, aux.max_scores
 
 
 def _within(q: Tensor, k: Tensor, kv_lengths: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from tilewise.bias import alibi
 from tilewise.bias.terms import Term
 from tilewise.frontend.arguments import Bias
 from tilewise.frontend.autocast import autocast_on
-from tilewise.frontend.call_cache import Found, settings_key
+from tilewise.frontend.call_cache import settings_key
 from tilewise.frontend.keywords import named_only, unexpected
 from tilewise.frontend.varlen import cached_packed
+from tilewise.operator.autograd import Found
 from tilewise.spec.checks import DTYPES, check_flag, check_head_dim
 from tilewise.spec.integers import LARGEST_SIZE, check_range
 from tilewise.spec.score import is_positive_float
@@ -384,7 +385,7 @@ def _dense(tensors: _Tensors, options: _Options) -> Any:
 def _varlen(tensors: _Tensors, lengths: _Lengths, options: _Options) -> Any:
     known = _known(tensors, lengths, options)
     if known is not None:
-        o, lse = known
+        o, lse, _ = known
         return (o.contiguous(), lse, None) if options.return_attn_probs else o.contiguous()
     _check_tensors(tensors, "(total, heads, head_dim)")
     lengths.check(tensors.q)
@@ -393,11 +394,11 @@ def _varlen(tensors: _Tensors, lengths: _Lengths, options: _Options) -> Any:
     found = varlen_attention(*tensors[:3], cu_q, cu_k, max_q, max_k, **keywords)
     if isinstance(found, Tensor):
         return found.contiguous()
-    o, lse = found
-    return o.contiguous(), lse, None
+    o, rows = found
+    return o.contiguous(), rows, None
 
 
-def _known(tensors: _Tensors, lengths: _Lengths, options: _Options) -> Found:
+def _known(tensors: _Tensors, lengths: _Lengths, options: _Options) -> Found | None:
     """Return o and lse of a packed call without slopes that is cached. Its arguments have passed all checks before."""
     dropout_p, scale, causal, window, softcap, slopes, deterministic, return_lse, bias = options
     if slopes is not None or type(softcap) is not float or type(deterministic) is not bool:

@@ -277,10 +277,9 @@ def attention_forward(
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         if s_aux is not None and s_aux.dim() == 3:
             s_aux = s_aux.expand(batch, -1, query.shape[2]).transpose(0, 1).flatten(1)
-        o = packed_attention(
+        o, *_ = packed_attention(
             q, k, v, *sequences, sink=s_aux, scale=scaling, softcap=softcap, dropout_p=dropout, **options
         )  # fmt: skip
-        assert isinstance(o, Tensor)
         return o.unflatten(0, (batch, -1)).contiguous(), None
     if positions is not None:
         mask = packed.documents_of_positions(positions, mask)

@@ -84,8 +84,8 @@ def gradients_by_operator(
     if not any(needs) or (do is None and dlse is None):
         return (None,) * len(needs)
     if inputs.q.dim() == 3:
-        inputs, saved, (do, dlse, _) = without_rows(inputs, saved, (do, dlse, None))
-        return with_rows(Gradients(*gradients_by_operator(do, dlse, inputs, saved, terms, needs)))
+        inputs, saved, (do, dlse, *_) = without_rows(inputs, saved, (do, dlse, None))
+        return with_rows(Gradients(*gradients_by_operator(do, dlse, inputs, saved[:3], terms, needs)))
     grads = ATTENTION_BACKWARD(do, dlse, *inputs.flat(), *saved, *terms, [*needs])
     return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends import empty_low_bits, empty_output, lse_dtype, sink_gradient
+from tilewise.backends import (
+    clear_statistics,
+    empty_low_bits,
+    empty_output,
+    empty_statistics,
+    lse_dtype,
+    sink_gradient,
+)
 from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
 from tilewise.cache import calls
 from tilewise.operator.structure import Layout, Structure, Variants, layouts, restored_layouts, structure_of, terms_key
@@ -96,6 +103,7 @@ def backward_of(
         if inputs.q.dim() == 3:
             rows = without_rows(inputs, outputs, cotangents)
             return calls.put(key, _for_rows(backward_of(*rows, terms, needs)))
+        terms = terms._replace(statistics=0)  # of the forward alone
         found, structure = layouts(*tensors), None
         if len(found) == 10 and not _repeats(inputs):
             structure = structure_of(*found)  # type: ignore[arg-type]
@@ -155,7 +163,10 @@ def _empty_forward(problem: Problem, inputs: Inputs) -> Outputs:
             lse.masked_fill_(torch.arange(q.shape[2], device=q.device) >= inputs.lengths.cu_q[-1], -torch.inf)
     o = empty_output(q, inputs.v.shape[3]).zero_()
     o_low = empty_low_bits(o, problem)
-    return Outputs(o, lse, None if o_low is None else o_low.zero_())
+    statistics = empty_statistics(o, problem)
+    if statistics is not None:
+        clear_statistics(statistics, problem.score.statistics)
+    return Outputs(o, lse, None if o_low is None else o_low.zero_(), statistics)
 
 
 def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:

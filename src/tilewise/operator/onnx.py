@@ -23,6 +23,8 @@ def attention(
     lengths: Lengths | None, tiles: TileTensors | None, score: Score,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ``(o, lse)``. The heads of a group are an axis of their own: scores are (B, Hkv, G, M, N)."""
+    if any(score.statistics):
+        raise NotImplementedError("return_aux: statistics of the scores have no form in ONNX; export without them")
     if lengths is not None:
         raise NotImplementedError("varlen_attention: packed batches have no form in ONNX; export a model with padding")
     if tiles is not None:

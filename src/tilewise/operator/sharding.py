@@ -19,6 +19,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 import tilewise.operator.autograd  # noqa: F401  (defines the operators)
 from tilewise.backends.protocol import INPUT_NAMES, OPERANDS, Needs
+from tilewise.spec.score import ScoreNumbers
 
 BATCH, HEADS = 0, 1
 
@@ -90,7 +91,11 @@ def _gradient(placement: Placement | None, split: bool) -> Placement:
 def _forward(q: Spec, k: Spec, v: Spec, *others: Any) -> list[Choice]:
     operands, terms = others[: len(OTHERS)], others[len(OTHERS) :]
     whole = Replicate()  # low bits of o: empty without dropout, which does not support DTensors
-    return [([at.q, at.q, whole], [*at.inputs, *(None,) * len(terms)]) for at in _layouts(q, k, operands)]
+    choices: list[Choice] = []
+    for at in _layouts(q, k, operands):
+        statistics = at.q if terms[ScoreNumbers._fields.index("statistics")] else whole  # or an empty tensor
+        choices.append(([at.q, at.q, whole, statistics], [*at.inputs, *(None,) * len(terms)]))
+    return choices
 
 
 @register_sharding(torch.ops.tilewise.attention_backward.default)

@@ -34,10 +34,11 @@ class ShapedViews(NamedTuple):
         pairs = zip((q, k, v, bias, mask, sink), self.shapes, strict=True)
         return Inputs(*[x if x is None or shape is None else x.view(shape) for x, shape in pairs], *more)  # type: ignore[arg-type]
 
-    def outputs(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def outputs(self, *found: Tensor | None) -> Any:
+        """Return o, the LSE and statistics in the caller's shapes."""
         if not self.lead:
-            return o, lse
-        return o.view(*self.lead, *o.shape[1:]), None if lse is None else lse.view(*self.lead, *lse.shape[1:])
+            return found
+        return tuple([x if x is None else x.view(*self.lead, *x.shape[1:]) for x in found])
 
     def cotangents(self, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         if not self.lead:
@@ -67,8 +68,9 @@ class PackedViews(NamedTuple):
         views = [None if x is None else x.view(shape) for x, shape in zip((bias, mask, sink), self, strict=True)]  # type: ignore[arg-type]
         return Inputs(heads_first(q), heads_first(k), heads_first(v), *views, *more)  # type: ignore[arg-type]
 
-    def outputs(self, o: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return rows_first(o), None if lse is None else lse.squeeze(0)
+    def outputs(self, o: Tensor, *others: Tensor | None) -> Any:
+        """Return o, the LSE and statistics in the caller's shapes."""
+        return rows_first(o), *[x if x is None else x.squeeze(0) for x in others]
 
     def cotangents(self, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         return None if do is None else heads_first(do), None if dlse is None else dlse.unsqueeze(0)
@@ -86,7 +88,7 @@ def without_rows(inputs: Inputs, outputs: Sequence[Any], cotangents: Sequence[An
     """Return the arguments of a `Backward` with q, k, v, o and the LSE in the operator's shapes, for a packed batch of
     which they have the caller's: (total, H, D) and (H, total)."""
     found = []
-    for o, lse, low in (outputs, cotangents):
+    for o, lse, low, *_ in (outputs, cotangents):
         wide = [None if x is None else heads_first(x) for x in (o, low)]
         found.append(Outputs(wide[0], None if lse is None else lse.unsqueeze(0), wide[1]))  # type: ignore[arg-type]
     q, k, v, *more = inputs

@@ -20,6 +20,7 @@ from tilewise.spec import dropout
 from tilewise.spec.dropout import Origin
 from tilewise.spec.integers import LARGEST, larger, smaller
 from tilewise.spec.seqlens import Packed
+from tilewise.spec.statistics import NO_STATISTICS, Statistics
 
 Window = tuple[int | None, int | None]  # see `Band.aligned`
 Axis = Literal["query", "key", "none"]
@@ -124,6 +125,7 @@ class Score:
     origin: first query, key and head in dropout's coordinates.
     toeplitz: distances at which the Toeplitz bias need not be read; None if unknown. A backward may add the
     gradient of a far distance to another far entry on its side, if the term's parameters get the same gradient.
+    statistics: what a forward computes besides o and the LSE.
     """
 
     scale: float
@@ -135,17 +137,19 @@ class Score:
     packed: Packed | None = None
     origin: Origin = START
     toeplitz: Far | None = None
+    statistics: Statistics = NO_STATISTICS
 
     @classmethod
     def of(
         cls, band: Band, head_dim: int, *, dropout_p: float = 0.0, scale: float | None = None,
-        softcap: float | None = None,
+        softcap: float | None = None, statistics: Statistics = NO_STATISTICS,
     ) -> Score:  # fmt: skip
         """Return the score of numbers checked by `check_numbers`; the default scale is 1 / sqrt(head_dim)."""
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
         dropped = 0 if dropout_p == 0 else dropout.threshold(float(dropout_p))
-        return cls(float(scale), None if softcap is None else float(softcap), band, dropout=dropped)
+        capped = None if softcap is None else float(softcap)
+        return cls(float(scale), capped, band, dropout=dropped, statistics=statistics)
 
     @property
     def transformed(self) -> bool:
@@ -179,9 +183,15 @@ class ScoreNumbers(NamedTuple):
     toeplitz_lo: int | None = None
     toeplitz_hi: int | None = None
     toeplitz_rule: str = ""  # "number" or "line"; "" for None
+    statistics: int = 0  # `Statistics.flags`
 
     @classmethod
     def of(cls, score: Score, deterministic: bool, backend: str, exact: bool = False) -> ScoreNumbers:
+        found = cls._of(score, deterministic, backend, exact)
+        return found._replace(statistics=score.statistics.flags) if any(score.statistics) else found
+
+    @classmethod
+    def _of(cls, score: Score, deterministic: bool, backend: str, exact: bool) -> ScoreNumbers:
         band = score.band
         numbers = cls(band.lo, band.hi, score.scale, score.softcap, deterministic, exact, backend)
         if score.packed is not None:
@@ -216,7 +226,8 @@ class ScoreNumbers(NamedTuple):
         if self.toeplitz_lo is not None and self.toeplitz_hi is not None:
             far = Far(self.toeplitz_lo, self.toeplitz_hi, self.toeplitz_rule == "line")
         return Score(
-            self.scale, self.softcap, Band(self.lo, self.hi), query, key, self.dropout, packed, origin, far
+            self.scale, self.softcap, Band(self.lo, self.hi), query, key, self.dropout, packed, origin, far,
+            Statistics.of_flags(self.statistics),
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tilewise.backends import Inputs, has_triton
 from tilewise.frontend.arguments import Call
 from tilewise.masks.block_sparse import Kept, TileMask
-from tilewise.operator.autograd import attention_op
+from tilewise.operator.autograd import Found, attention_op
 from tilewise.operator.eager import in_forward_mode, is_eager
 from tilewise.operator.tools import exports_onnx
 from tilewise.spec.block_mask import TileTensors
@@ -102,8 +102,8 @@ def gather_of(problem: Problem, kept: Kept) -> Gather | str:
     return Gather(chunks, rows, cols, masked=kept.causal or not p.score.band.unlimited)
 
 
-def attention_of_selected(call: Call, kept: Kept, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-    """Return ``(o, lse)`` of a call with a dynamic mask if its keys are gathered, else None.
+def attention_of_selected(call: Call, kept: Kept, return_lse: bool) -> Found | None:
+    """Return `attention_op` of a call with a dynamic mask if its keys are gathered, else None.
 
     None also for DTensors, ONNX export and forward AD, for which the operator raises its own errors.
     """
@@ -113,8 +113,8 @@ def attention_of_selected(call: Call, kept: Kept, return_lse: bool) -> tuple[Ten
     return gathered_attention(call, gather, return_lse) if isinstance(gather, Gather) else None
 
 
-def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Return ``(o, lse)`` of a call with a `Gather` from `gather_of`; differentiable."""
+def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> Found:
+    """Return `attention_op` of a call with a `Gather` from `gather_of`; differentiable."""
     inputs, score = call.inputs, call.score
     q, k, v, bias, _, sink, *_ = inputs
     tiles = inputs.tiles
@@ -134,8 +134,9 @@ def gathered_attention(call: Call, gather: Gather, return_lse: bool) -> tuple[Te
         sink = _sink_of_chunks(sink, B, M, gather)
     k, v = gather_rows(keys, chunks, k, v)
     compact = Inputs(_split(q, gather), k, v, bias, None, sink, tiles=found)
-    o, lse = attention_op(compact, replace(score, band=Band()), *call[2:], return_lse=return_lse)
-    return _joined(o, B, M, gather), None if lse is None else _joined(lse, B, M, gather)
+    o, *others = attention_op(compact, replace(score, band=Band()), *call[2:], return_lse=return_lse)
+    lse, statistics = (None if x is None else _joined(x, B, M, gather) for x in others)
+    return _joined(o, B, M, gather), lse, statistics
 
 
 def of_chunks(

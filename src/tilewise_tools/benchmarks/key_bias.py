@@ -73,7 +73,7 @@ class TimedPass:
             edges = torch.tensor([0, *(x.stop for x in case.sequences)], dtype=torch.int32, device="cuda")
             self.bias = normal(1, case.keys) if biased else None
             longest = (case.longest, case.longest)
-            call = read_packed(q, k, v, Lengths(edges, edges), longest, bias=self.bias, validate=False, **common)
+            call = read_packed(q, k, v, Lengths(edges, edges), longest, bias=self.bias, **common)
         else:
             self.sequences = [slice(0, 4096)]
             q, k, v = (normal(4, heads, 4096, d) for _ in range(3))

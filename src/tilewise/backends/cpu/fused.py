@@ -31,6 +31,8 @@ def declines(problem: Problem) -> str | None:
         return "PyTorch's fused kernel has no softcap"
     if problem.score.dropout:
         return "PyTorch's fused kernel has no dropout"
+    if any(problem.score.statistics):
+        return "PyTorch's fused kernel computes no statistics of the scores"
     if problem.head_dim != problem.value_dim:
         return "PyTorch's fused kernel needs values as wide as keys"
     if band_hides(problem) and (band.lo is not None or band.hi != 0):

@@ -16,7 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends import Gradients, Inputs, Needs, Outputs, empty_low_bits, empty_output, lse_dtype
+from tilewise.backends import (
+    Gradients,
+    Inputs,
+    Needs,
+    Outputs,
+    empty_low_bits,
+    empty_output,
+    empty_statistics,
+    lse_dtype,
+)
 from tilewise.backends.cpu import jobs, workers
 from tilewise.backends.cpu.dbias import dbias_sum, empty_dbias, is_full
 from tilewise.backends.cpu.jobs import Found, Heads, Job, KeyTiles, Sums
@@ -30,6 +39,7 @@ from tilewise.backends.cpu.parts import (
     keep_freed_tiles,
     product,
 )
+from tilewise.backends.cpu.statistics import RowStatistics
 from tilewise.spec import dropout, reference, visibility
 from tilewise.spec.block_mask import TileTensors
 from tilewise.spec.problem import Problem
@@ -125,7 +135,7 @@ def _stream(problem: Problem, seed: Tensor | None) -> dropout.Stream | None:
 def forward(problem: Problem, inputs: Inputs) -> Outputs:
     o = empty_output(inputs.q, problem.value_dim)
     lse = inputs.q.new_empty(o.shape[:3], dtype=lse_dtype(o.dtype))
-    outputs = Outputs(o, lse, empty_low_bits(o, problem))
+    outputs = Outputs(o, lse, empty_low_bits(o, problem), empty_statistics(o, problem))
     keep_freed_tiles()
     call = _TiledCall.of(problem, inputs)
     every = call.all_heads()
@@ -141,38 +151,48 @@ def _forward_job(call: _TiledCall, outputs: Outputs, job: Job) -> None:
     for kv in job.heads:
         heads = call.heads(kv)
         for rows in job.of(call.row_blocks()):
-            o_i, m_i, l_i = _attend(heads, rows, careful=False)
+            o_i, m_i, l_i, statistics = _attend(heads, rows, careful=False)
             if heads.hides and not finite(o_i):
-                o_i, m_i, l_i = _attend(heads, rows, careful=True)
+                o_i, m_i, l_i, statistics = _attend(heads, rows, careful=True)
             heads.put_rows(outputs.o, rows, o_i)
             assert outputs.lse is not None
             heads.put_rows(outputs.lse, rows, m_i + l_i.log())  # 13
             if outputs.o_low is not None:
                 heads.put_rows(outputs.o_low, rows, low_bits(o_i, o_i.to(outputs.o.dtype)))
+            if outputs.statistics is not None:
+                heads.put_rows(outputs.statistics, rows, statistics)
 
 
-def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return O, m and l of a block of rows. Comments number the lines of Algorithm 1."""
+def _attend(heads: _Heads, rows: slice, careful: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return O, m, l and statistics of a block of rows. Comments number the lines of Algorithm 1."""
     q = heads.rows(heads.inputs.q, rows) * heads.problem.score.scale  # 4
     m_i = q.new_full((*q.shape[:2], 1), -torch.inf)  # 5
     l_i = torch.zeros_like(m_i)
     acc = q.new_zeros(*q.shape[:2], heads.problem.value_dim)
+    wanted, statistics = heads.problem.score.statistics, None
+    if any(wanted):
+        statistics = RowStatistics(wanted, m_i)
     for tile in heads.tiles(rows, careful):  # 6, 7
-        s, _ = heads.score_tile(q, tile)  # 8
+        s, transformed = heads.score_tile(q, tile)  # 8
         m_new = torch.maximum(m_i, s.amax(-1, keepdim=True))  # 9
+        if statistics is not None:
+            if wanted.max_scores_unbiased and transformed is None and heads.has_bias:
+                transformed = product(q, heads.k[tile.j].mT)
+            statistics.add(s, transformed, m_i, m_new)
         p = exp_difference(s, m_new)
         alpha = exp_of_maxima(m_i, m_new)
         l_i = alpha * l_i + p.sum(-1, keepdim=True)
         acc = heads.weighted_sum(heads.with_dropout(p, tile), heads.v[tile.j], tile, alpha * acc)  # 10
         m_i = m_new
-    if heads.inputs.sink is not None:  # one more score without a value
-        sink = heads.sink(rows)
+    sink = None if heads.inputs.sink is None else heads.sink(rows)
+    found = None if statistics is None else statistics.found(m_i, sink)
+    if sink is not None:  # one more score without a value
         m_new = torch.maximum(m_i, sink)
         alpha = exp_of_maxima(m_i, m_new)
         l_i = alpha * l_i + exp_difference(sink.clone(), m_new)  # sink may be the caller's memory
         acc, m_i = acc.mul_(alpha), m_new
     l_i.masked_fill_(l_i == 0, 1.0)  # fully masked rows: O = 0, LSE = -inf
-    return acc / l_i, m_i, l_i  # 12
+    return acc / l_i, m_i, l_i, found  # 12
 
 
 class _Backward(NamedTuple):
@@ -267,7 +287,7 @@ def _attend_backward(
         q, do = q.masked_fill(fully_masked, 0.0), do.masked_fill(fully_masked, 0.0)
     if is_coarse(lse):
         # Rounding m + log(l) changes every P; with a bias of -1e9 at all keys it removes log(l). So recompute m and l.
-        _, row, total = _attend(heads, rows, part.careful)
+        _, row, total, _ = _attend(heads, rows, part.careful)
     q_t, do_t = (x.mT.contiguous() if x.shape[0] == 1 else None for x in (q, do))
     dq = None
     for tile in heads.tiles(rows, part.careful):
@@ -338,8 +358,8 @@ class _Heads:
         self.vectors, self.relatives = self._parts()
         self.stream = None if stream is None else dropout.Stream(*(x[self.kv] for x in stream))
         self.tile_states = self._tile_states()
-        shows_all = inputs.bias is None and problem.mask is None and inputs.parts is None
-        self.hides = self.band_hides or not shows_all
+        self.has_bias = inputs.bias is not None or inputs.parts is not None
+        self.hides = self.band_hides or self.has_bias or problem.mask is not None
 
     def _parts(self) -> tuple[dict[str, Tensor], dict[str, Relative]]:
         """Return these heads' bias components: vectors along keys or queries, and relative-position biases."""

@@ -198,7 +198,7 @@ def tile_gradients(
     SHOWN: tl.constexpr = MASKED and not BITS
     at = QueryRows(b, None, h, h, m0, tl.arange(0, c.BLOCK_M)[None, :])
     cols = tl.arange(0, c.BLOCK_N)[:, None]
-    s, slope, _added = score_products(k_tile, q_tile, x, at, n0, cols, PARTIAL, NEAR, terms, sizes, c, CLEAN)
+    s, slope, _added, _products = score_products(k_tile, q_tile, x, at, n0, cols, PARTIAL, NEAR, terms, sizes, c, CLEAN)
     p = tl.exp2(s * terms.exponent - lse2[None, :])
     if SHOWN or PARTIAL:
         p = tl.where(visible_tile(x, at, n0, cols, terms, sizes, SHOWN, PARTIAL, PARTIAL, c), p, 0.0)

@@ -6,12 +6,15 @@ tile; `merge_kernel` combines their results.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from tilewise.backends.kernels.dropout import kept, stream
 from tilewise.backends.kernels.rounding import low_bits
-from tilewise.backends.kernels.score import key_tiles, product, split_tiles, with_sink
+from tilewise.backends.kernels.score import key_tiles, product, score_tile, split_tiles, with_sink
+from tilewise.backends.kernels.statistics import LN2, entropy_of, store_statistics
 from tilewise.backends.triton import config
 from tilewise.backends.triton.blocks import load_block, read_group_rows, read_queries, read_rows
 from tilewise.backends.triton.relative import far_count, far_place, limits_of, near_tiles, origins
@@ -32,21 +35,31 @@ from tilewise.backends.triton.tensors import (
 from tilewise.backends.triton.varlen import ends_of_all, query_tile, rows_from, zero_unowned
 from tilewise.backends.triton.visibility import Walk, cut_count, cut_place, listed_walk, tile_at
 
-LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(2.0**27)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite float32
 MOST_SPLITS = tl.constexpr(config.MOST_SPLITS)
 
 
+class RowState(NamedTuple):
+    """State of a tile of queries between key tiles; 0 for statistics that are not computed."""
+
+    acc: Any
+    m: Any  # running maximum of each row
+    l: Any  # noqa: E741  (running sum of each row)
+    unbiased: Any  # running maximum of the scores without the bias
+    excess: Any  # running sum of p log2(p), p relative to m, for the entropy
+
+
 @triton.jit
-def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
+def _attend(state, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.constexpr, PARTIAL: tl.constexpr,
             CAREFUL: tl.constexpr, NEAR: tl.constexpr, c):  # fmt: skip
-    """Add one tile of keys and values to acc, m_i and l_i: scores, online softmax, output.
+    """Add one tile of keys and values to a `RowState`: scores, online softmax, output.
 
     words: the `Stream` of dropout, or None. MASKED: the mask may hide some of the tile. PARTIAL: it reaches past the
     window or the keys. CAREFUL: exclude hidden values that are not finite; needs PARTIAL. NEAR: see `score_products`.
     """
+    acc, m_i, l_i = state.acc, state.m, state.l
     n0 = tl.cast(tile, tl.int32) * c.BLOCK_N
     cols = tl.arange(0, c.BLOCK_N)[None, :]
     TAIL: tl.constexpr = PARTIAL or c.RAGGED_M
@@ -63,7 +76,7 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
 
     # S = Q Kᵀ
     k_tile = read_rows(x.k, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "head", c.TMA, PARTIAL, sizes, c)
-    s, _slope, added = score_products(q_tile, k_tile, x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
+    s, _slope, added, products = score_products(q_tile, k_tile, x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
 
     # masks act after the product
     if HIDES:
@@ -72,6 +85,11 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
         if CAREFUL and c.BIAS:
             visible &= added != -float("inf")
         s = tl.where(visible, s, -float("inf"))
+
+    unbiased = state.unbiased
+    if c.STATISTICS.UNBIASED:
+        plain, _slope = score_tile(products, added, terms, False)
+        unbiased = tl.maximum(unbiased, tl.max(tl.where(s == -float("inf"), -float("inf"), plain), 1))
 
     # online softmax
     m_new = tl.maximum(m_i, tl.max(s, 1))
@@ -87,7 +105,14 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
     # alpha from rounded products, as p subtracts them: exactly 1 while the maximum stays, and of one size with p
     top = product(base, exponent)
     alpha = tl.exp2(product(m_i, exponent) - top)
-    p = tl.exp2(s * (exponent[:, None] if c.BIAS else exponent) - top[:, None])
+    power = s * (exponent[:, None] if c.BIAS else exponent) - top[:, None]
+    p = tl.exp2(power)
+    excess = state.excess
+    if c.STATISTICS.ENTROPY:
+        fall = tl.maximum(product(m_i, exponent) - top, -256.0)  # 2^-256 is 0 in float32: a power of -inf gives 0 · inf
+        if HIDES or c.BIAS:
+            power = tl.maximum(power, -256.0)
+        excess = alpha * (excess + l_i * fall) + tl.sum(p * power, 1)
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     if words is not None:
@@ -111,15 +136,20 @@ def _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.
         acc = tl.dot(tl.where(visible, weight, 0.0).to(c.MARK), marked, acc)
         v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)
     acc = dot(p.to(v_tile.dtype), v_tile, acc, c)
-    return acc, m_new, l_i
+    return RowState(acc, m_new, l_i, unbiased, excess)
 
 
 @triton.jit
 def _start(c):
-    """Return the initial (acc, m_i, l_i); with a bias m_i is finite, so no tile tests for -inf."""
+    """Return the initial `RowState`; with a bias m is finite, so no tile tests for -inf."""
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
     m_i = tl.full([c.BLOCK_M], LOWEST if c.BIAS else -float("inf"), tl.float32)
-    return acc, m_i, tl.zeros([c.BLOCK_M], tl.float32)
+    unbiased, excess = 0, 0
+    if c.STATISTICS.UNBIASED:
+        unbiased = tl.full([c.BLOCK_M], -float("inf"), tl.float32)
+    if c.STATISTICS.ENTROPY:
+        excess = tl.zeros([c.BLOCK_M], tl.float32)
+    return RowState(acc, m_i, tl.zeros([c.BLOCK_M], tl.float32), unbiased, excess)
 
 
 @triton.jit
@@ -132,19 +162,44 @@ def _has_lse(m, column, sizes, c):
 
 
 @triton.jit
-def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_low, lse, terms, sizes, c):
+def _lse_of(m_i, l_i, top, terms, DTYPE: tl.constexpr):
+    """Return the LSE of rows. top: with a sink what `with_sink` returns, else None."""
+    if top is not None:
+        value = (top + tl.log2(l_i)) * LN2
+    else:
+        value = m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2
+        if tl.float64 == DTYPE:  # from the rounded number that `_attend` has subtracted, if it is finite
+            rounded = m_i * terms.exponent
+            exact = (rounded.to(tl.float64) + tl.log2(l_i)) * LN2
+            value = tl.where(tl.abs(rounded) < float("inf"), exact, value)
+    return value
+
+
+@triton.jit
+def _store_statistics(statistics, row, inside, state, lse2, logit, terms, c):
+    """Store the statistics of rows. lse2: base-2 LSE, which includes the sink ``logit``, if it is not None."""
+    SCALED: tl.constexpr = terms.HAS_CAP or (c.BIAS and not c.BIAS_FIRST)  # m is a score, not a product
+    most = tl.where(state.l > 0, state.m if SCALED else state.m * terms.scale, -float("inf"))
+    unbiased = state.unbiased if terms.HAS_CAP else state.unbiased * terms.scale
+    entropy = entropy_of(state.m * terms.exponent, state.l, state.excess, lse2, logit)
+    store_statistics(statistics, row, inside, most, unbiased, entropy, c.STATISTICS)
+
+
+@triton.jit
+def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_low, rows, terms, sizes, c):
     """Compute O and the LSE of one tile of queries over its visible key tiles, or a split of them.
 
     Of more than 256 columns of O a program computes one tile, and the program of the first one stores the LSE.
     Split s of batch element b is stored as batch element s·B + b of o and lse. sink: a `Strided`; None without a sink,
     or if `merge_kernel` adds it. seed: pointer to two numbers, or None. parts: bias components, `Parts` of `Strided`s
     and pointers, or None. lengths: of a packed batch, `Lengths` of pointers, or None. o_low: buffer for the rounding
-    error of o, or None.
+    error of o, or None. rows: `RowResults`.
     """
     # Without a window only the ends cut tiles: partial and cut tiles then share one loop.
     APART: tl.constexpr = terms.HAS_LO or terms.HAS_HI or not c.LISTS
     CUT: tl.constexpr = APART or c.RAGGED_N
     tiles, heads, column = tl.cdiv(sizes.queries, c.BLOCK_M), sizes.heads, column_tile(c)
+    lse, statistics = rows.lse, rows.statistics
     if c.PACK_GQA:
         tiles, heads = tl.cdiv(sizes.queries * sizes.group, c.BLOCK_M), sizes.heads // sizes.group
     start = 0
@@ -163,6 +218,8 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
             o_low = rows_from(o_low, start.query)
         if sink is not None:
             sink = rows_from(sink, start.query)
+        if statistics is not None:
+            statistics += start.query * (c.STATISTICS.MAXIMUM + c.STATISTICS.UNBIASED + c.STATISTICS.ENTROPY)
     else:
         tile, h, b = program_tile(tiles, heads, sizes.batch, c.ORDER, c.COLUMN_TILES)
     if terms.HAS_HI:
@@ -200,45 +257,46 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
         ends = ends_of_all(lengths, all_sizes)
         zero_unowned(all_o, all_lse, ends, place, h, given_tile, start, sizes.queries, column, all_sizes, c)
 
-    acc, m_i, l_i = _start(c)
+    state = _start(c)
     listed = walk.first
     if c.LISTS:
         for i in tl.range(0, walk.full):
             n, listed = tile_at(walk, i, listed, c.LISTS)
-            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, False, False, False, True, c)
+            state = _attend(state, q_tile, x, words, at, terms, sizes, n, False, False, False, True, c)
     whole_begin, whole_end = walk.full, walk.whole_end
     if c.FAR:
         whole_begin, whole_end = near_tiles(x, first, count, full_begin, full_end, False, terms, sizes, c)
         for i in tl.range(0, far_count(full_begin, whole_begin, whole_end, full_end)):
             n = far_place(i, full_begin, whole_begin, whole_end)
-            acc, m_i, l_i = _attend(
-                acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, False, False, False, c
-            )
+            state = _attend(state, q_tile, x, words, at, terms, sizes, n, c.MASK, False, False, False, c)
     if APART:
         for i in tl.range(whole_begin, whole_end, num_stages=c.STAGES_MASKED):
             n, listed = tile_at(walk, i, listed, c.LISTS)
-            acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, False, False, True, c)
+            state = _attend(state, q_tile, x, words, at, terms, sizes, n, c.MASK, False, False, True, c)
     for i in tl.range(0, cut_count(walk), num_stages=c.STAGES_MASKED):
         n, listed = tile_at(walk, cut_place(walk, i), listed, c.LISTS)
-        acc, m_i, l_i = _attend(acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, CUT, False, True, c)
+        state = _attend(state, q_tile, x, words, at, terms, sizes, n, c.MASK, CUT, False, True, c)
 
     if c.HIDES:
         # NaN fix-up: 0 · NaN = NaN, a hidden value that is not finite may have reached acc. Only then compute again.
-        spoilt = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1)  # one reduction: sm_100 has no code for two
+        spoilt = tl.max(
+            (tl.abs(state.acc) < float("inf")).to(tl.int32) ^ 1
+        )  # one reduction: sm_100 has no code for two
         if spoilt != 0:
-            acc, m_i, l_i = _start(c)
+            state = _start(c)
             # Triton: LICM hoists a mask's loop-invariant values, which then spill; disable_licm keeps them in the loop.
             for i in tl.range(walk.begin, walk.end, num_stages=c.STAGES_AGAIN, disable_licm=c.MASK):
                 n = i
                 if c.LISTS:  # not read one step ahead: there is no pipeline, and that takes a register
                     n = tl.load(walk.tiles + i)
-                acc, m_i, l_i = _attend(
-                    acc, m_i, l_i, q_tile, x, words, at, terms, sizes, n, c.MASK, True, True, True, c
-                )
-            acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
+                state = _attend(state, q_tile, x, words, at, terms, sizes, n, c.MASK, True, True, True, c)
+            acc = tl.where(tl.abs(state.acc) < float("inf"), state.acc, float("nan"))
+            state = RowState(acc, state.m, state.l, state.unbiased, state.excess)
 
+    acc, m_i, l_i, top, logit = state.acc, state.m, state.l, None, None
     if sink is not None:
-        top, l_i, alpha = with_sink(m_i, l_i, load_sink(sink, b, head, m, sizes), terms.exponent)
+        logit = load_sink(sink, b, head, m, sizes)
+        top, l_i, alpha = with_sink(m_i, l_i, logit, terms.exponent)
         acc *= alpha[:, None]
 
     # fully masked row: acc = 0, l = 0, log2(l) = -inf
@@ -248,34 +306,39 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
     if c.SPLIT:
         b += split * sizes.batch
     row = row_at(head_at(b, head, sizes, c), m, lse_length(sizes, c))
-    if sink is not None:
-        value = (top + tl.log2(l_i)) * LN2
-    else:
-        value = m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2
-        if lse.dtype.element_ty == tl.float64:  # from the rounded number that `_attend` has subtracted, if it is finite
-            top = m_i * terms.exponent
-            value = tl.where(tl.abs(top) < float("inf"), (top.to(tl.float64) + tl.log2(l_i)) * LN2, value)
+    value = _lse_of(m_i, l_i, top, terms, lse.dtype.element_ty)
     tl.store(lse + row, value, mask=_has_lse(m, column, sizes, c))
-    store_rows(o, acc, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV, column)
-    if o_low is not None:
-        low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
-        store_rows(o_low, low, b, at.head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV, column)
+    if statistics is not None:
+        lse2 = value if sink is None else top + tl.log2(l_i)
+        _store_statistics(statistics, row, _has_lse(m, column, sizes, c), state, lse2, logit, terms, c)
+    _store_o(o, o_low, acc, b, at.head, m, column, sizes, c)
 
 
 @triton.jit
-def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
+def _store_o(o, o_low, acc, b, head, m, column, sizes, c):
+    """Store rows of O and, unless ``o_low`` is None, their rounding error."""
+    store_rows(o, acc, b, head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV, column)
+    if o_low is not None:
+        low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
+        store_rows(o_low, low, b, head, m, sizes.queries, sizes.value_dim, c.BLOCK_DV, column)
+
+
+@triton.jit
+def merge_kernel(parts, part_rows, o, o_low, rows, sink, sizes, c):
     """Merge O, or a tile of its columns, and the LSE of one query from all splits, in a fixed order:
 
         LSE = log sum_s e^LSE_s,  O = sum_s e^(LSE_s - LSE) O_s
 
-    parts: (splits, B, H, M, Dv) float32, part_lse: (splits, B, H, M) in lse's dtype. A fully masked query has O = 0,
-    LSE = -inf. sink: a `Strided` or None, added to the LSE like a split without output. o_low: as in `forward_kernel`.
+    parts: (splits, B, H, M, Dv) float32, part_rows: `RowResults` of (splits, B, H, M), and rows of all. A fully masked
+    query has O = 0, LSE = -inf. sink: a `Strided` or None, added to the LSE like a split without output. o_low: as in
+    `forward_kernel`.
     """
     query, column = tl.cast(tl.program_id(0), tl.int64), column_tile(c)
     if c.COLUMN_TILES > 1:
         query = query // c.COLUMN_TILES
     queries = tl.cast(sizes.batch, tl.int64) * sizes.heads * sizes.queries
     every = tl.arange(0, MOST_SPLITS)
+    part_lse, lse = part_rows.lse, rows.lse
     found = tl.load(part_lse + every * queries + query, mask=every < sizes.splits, other=-float("inf"))
     top = tl.max(found, 0)
     if sink is not None:
@@ -298,9 +361,25 @@ def merge_kernel(parts, part_lse, o, o_low, lse, sink, sizes, c):
         acc += tl.sum(weight[:, None] * part, 0)
     acc = acc / tl.where(total == 0, 1.0, total)
 
-    tl.store(lse + query, base + tl.log2(total) * LN2)
+    value = base + tl.log2(total) * LN2
+    tl.store(lse + query, value)
+    if rows.statistics is not None:
+        HOW: tl.constexpr = c.STATISTICS
+        COUNT: tl.constexpr = HOW.MAXIMUM + HOW.UNBIASED + HOW.ENTROPY
+        at, inside = part_rows.statistics + (every * queries + query) * COUNT, every < sizes.splits
+        most, unbiased, entropy = 0.0, 0.0, 0.0
+        if HOW.MAXIMUM:
+            most = tl.max(tl.load(at, mask=inside, other=-float("inf")), 0)
+        if HOW.UNBIASED:
+            unbiased = tl.max(tl.load(at + HOW.MAXIMUM, mask=inside, other=-float("inf")), 0)
+        if HOW.ENTROPY:  # a part whose LSE is x below the whole has the share e^-x, and adds e^-x (H + x)
+            own = tl.load(at + (HOW.MAXIMUM + HOW.UNBIASED), mask=inside, other=0.0)
+            below = tl.minimum((value - found).to(tl.float32), 200.0)  # e^-200 is 0
+            entropy = tl.sum(tl.exp(-below) * (own + below), 0)
+            if sink is not None:
+                below = tl.minimum((value - more).to(tl.float32), 200.0)
+                entropy += tl.exp(-below) * below
+            entropy = tl.where(total > 0, entropy, 0.0)
+        store_statistics(rows.statistics, query, column == 0, most, unbiased, entropy, HOW)
     m, h, b = query % sizes.queries, query // sizes.queries % sizes.heads, query // sizes.queries // sizes.heads
-    store_rows(o, acc[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV, column)
-    if o_low is not None:
-        low = low_bits(acc, acc.to(o.pointer.dtype.element_ty))
-        store_rows(o_low, low[None, :], b, h, m + tl.arange(0, 1), sizes.queries, sizes.value_dim, c.BLOCK_DV, column)
+    _store_o(o, o_low, acc[None, :], b, h, m + tl.arange(0, 1), column, sizes, c)

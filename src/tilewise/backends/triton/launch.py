@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from tilewise.backends import (
     Needs,
     Outputs,
     allocation,
+    clear_statistics,
     device_of,
     empty_low_bits,
     empty_mended,
@@ -29,6 +31,7 @@ from tilewise.backends import (
 from tilewise.backends.kernels.block_mask import tile_how, tile_layout
 from tilewise.backends.kernels.score import INTERPRET
 from tilewise.backends.kernels.sinks import SinkGradient
+from tilewise.backends.kernels.statistics import RowResults, StatisticsHow
 from tilewise.backends.kernels.tile_lists import TileListCache, flat_and_lists
 from tilewise.backends.launch.launcher import (
     POINTER,
@@ -114,6 +117,8 @@ from tilewise.spec.operands import BiasKind, TensorSpec
 from tilewise.spec.problem import Problem
 from tilewise.spec.tma import tensor_fits_tma
 
+NO_STATISTICS = StatisticsHow(False, False, False)
+
 
 class Constexprs(NamedTuple):
     """Compile-time parameters of the kernels; every field is a tl.constexpr."""
@@ -157,6 +162,7 @@ class Constexprs(NamedTuple):
     FAR: Any = False  # tiles without an entry of relative-position biases have their own loop
     LISTS: Any = False  # a mask's tiles are visited by lists, see visibility
     SPLIT: Any = False  # several programs share the keys of a tile of queries
+    STATISTICS: Any = NO_STATISTICS  # `StatisticsHow`
     DQ_TMA: Any = False
     DBIAS: Any = "none"  # the value of a `BiasReduction`
     DBIAS_TMA: Any = False
@@ -193,10 +199,12 @@ class TritonForward:
                 MaskLists(problem, config, mask, q.device, by_rows=True, by_keys=False, even=False), problem
             )
         by_elements = comes_by_elements(problem, bias) and not config.pack_gqa
-        first = bias_first(problem, by_elements)
+        statistics = problem.score.statistics
+        first = bias_first(problem, by_elements) and not statistics.max_scores_unbiased
         c = _compiled(
             problem, config, inputs, tma, columns(problem, tma), q, k, v, bias, mask, *flat_parts(parts),
             BIAS_FIRST=first, SPLIT=shares > 1, LISTS=lists, FETCH=by_elements and config.maxnreg is None,
+            STATISTICS=StatisticsHow(*statistics),
         )  # fmt: skip
         sizes = _sizes(problem, inputs)._replace(splits=shares)
         o = target = empty_output(q, problem.value_dim, "meta")
@@ -205,17 +213,20 @@ class TritonForward:
         self.rows = None if problem.totals is None else (rows.shape, rows.stride(), o.shape[1:3])
         self.empty_low = None if o_low is None else allocation(o_low, q.device)
         self.lse_dtype = saved_lse_dtype(problem.dtype, problem)
+        self.statistics = len(statistics.names)
+        rows_layout = Record(RowResults, (POINTER, POINTER))
         self.merge, self.shared = None, None
         if shares > 1:
             target = o.new_empty((shares * problem.batch, *o.shape[1:]), dtype=torch.float32)
             self.shared = target.shape
             self.merge = Launch(
                 merge_kernel, q[..., 0].numel() * c.COLUMN_TILES.value,
-                (POINTER, POINTER, strided(o), strided_if_any(o_low), POINTER, sink_layout(sink)), (sizes, c),
+                (POINTER, rows_layout, strided(o), strided_if_any(o_low), rows_layout, sink_layout(sink)), (sizes, c),
                 num_warps=4, num_stages=3,
             )  # fmt: skip
         # For `resized`.
-        self.resizable = not lists and parts is None and problem.totals is None and problem.tile_mask is None
+        self.resizable = not (lists or self.statistics) and parts is None
+        self.resizable = self.resizable and problem.totals is None and problem.tile_mask is None
         self.group, self.banded = problem.group, not problem.score.band.unlimited
         self.has_more = bias is not None or mask is not None or sink is not None
         self.made: dict[tuple, Any] = {}
@@ -231,7 +242,7 @@ class TritonForward:
                 lengths_layout(inputs.lengths),
                 strided(target),
                 strided_if_any(o_low if shares == 1 else None),
-                POINTER,
+                rows_layout,
             ),
             (kernel_terms(problem, inputs, first), sizes, c),
             **config.options,
@@ -255,6 +266,7 @@ class TritonForward:
             o = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device)
             lse = torch.empty(lse_shape, dtype=self.lse_dtype, device=q.device)
             o_low = None if self.empty_low is None else self.empty_low().as_strided(shape, strides)
+            statistics = self._statistics(o, lse_shape)
             if self.problem.totals is not None and inputs.parts is not None:  # rows outside all sequences
                 o.zero_()
                 lse.fill_(-torch.inf)
@@ -262,17 +274,27 @@ class TritonForward:
             try:
                 parts, lengths = flat_parts(inputs.parts), flat_lengths(inputs.lengths)
                 if self.merge is None or self.shared is None:
-                    self.main(*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths, o, o_low, lse)
+                    given = (*inputs[:4], *mask, inputs.sink, inputs.seed, *parts, lists, *lengths)
+                    self.main(*given, o, o_low, lse, statistics)
                 else:
                     shares = torch.empty(self.shared, dtype=torch.float32, device=q.device)
                     share_lse = torch.empty(self.shared[:3], dtype=self.lse_dtype, device=q.device)
-                    self.main(*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths, shares, None, share_lse)
-                    self.merge(shares, share_lse, o, o_low, lse, inputs.sink)
+                    own = self._statistics(o, self.shared[:3])
+                    given = (*inputs[:4], *mask, None, inputs.seed, *parts, lists, *lengths)
+                    self.main(*given, shares, None, share_lse, own)
+                    self.merge(shares, share_lse, own, o, o_low, lse, statistics, inputs.sink)
             except OutOfResources as error:
                 q, k, v = inputs[:3] if q.dim() == 4 else map(heads_first, inputs[:3])
                 self.other = smaller(self, error, inputs._replace(q=q, k=k, v=v))
                 return self.other(inputs)
-        return Outputs(o, lse, o_low)
+        return Outputs(o, lse, o_low, statistics)
+
+    def _statistics(self, o: Tensor, rows: Sequence[int]) -> Tensor | None:
+        """Return `Outputs.statistics` for these rows; in a packed batch those of rows of no sequence."""
+        if not self.statistics:
+            return None
+        found = torch.empty((*rows, self.statistics), dtype=torch.float32, device=o.device)
+        return found if self.problem.totals is None else clear_statistics(found, self.problem.score.statistics)
 
 
 class TritonBackward:
@@ -287,7 +309,7 @@ class TritonBackward:
 
     def _prepare(self, config: TritonConfig, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
         problem, needs, (q, k, v, bias, mask, sink, parts, *_) = self.problem, self.needs, inputs
-        do, dlse, _ = cotangents
+        do, dlse, *_ = cotangents
         mended = empty_mended(outputs, do)
         read_do = do if mended is None else mended
         self.config = config
@@ -467,7 +489,7 @@ class TritonBackward:
 
     def _run(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, bias, mask, sink, parts, *_ = inputs
-        do, dlse, _ = cotangents
+        do, dlse, *_ = cotangents
         with device_of(q):
             delta, lse2 = self.empty_stats(), self.empty_stats()
             dq, dk, dv, dq_accum = [None if make is None else make() for make in self.empty_gradients]

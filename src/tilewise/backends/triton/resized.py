@@ -75,13 +75,14 @@ def forward_bases(run: Any, inputs: Inputs) -> list[tuple[Launch, Varied]]:
     more = iter(range(_MORE, _MORE + 6, 2))
     bias, mask, sink = (None if x is None else next(more) for x in inputs[3:6])
     merges = run.merge is not None
-    main = (_Q, _K, _V, bias, mask, None if merges else sink, *(None,) * 4, _SHARES if merges else _O, None, None)
+    nothing = (None, None)  # of `RowResults`
+    main = (_Q, _K, _V, bias, mask, None if merges else sink, *(None,) * 4, _SHARES if merges else _O, None, nothing)
     terms, sizes, _ = run.main.numbers
     limits, differ = varied_limits(terms, _LO, _HI), {"queries": _QUERIES, "keys": _KEYS, "splits": _SPLITS}
     varied_sizes = tuple([differ.get(name) for name in sizes._fields])
     found = [(run.main, Varied(main, _PROGRAMS, (limits, varied_sizes, None)))]
     if merges:
-        found.append((run.merge, Varied((None, None, _O, None, None, sink), _MERGES, (varied_sizes, None))))
+        found.append((run.merge, Varied((None, nothing, _O, None, nothing, sink), _MERGES, (varied_sizes, None))))
     return found
 
 
@@ -149,15 +150,31 @@ class ResizedForward:
                 lse = torch.empty(shape[:3], dtype=self.of.lse_dtype, device=device)
                 if self.shared is None:
                     launches[0].run(
-                        values, kept, q, k, v, bias, mask, sink, seed, *NO_PARTS, None, *NO_LENGTHS, o, None, lse
+                        values,
+                        kept,
+                        q,
+                        k,
+                        v,
+                        bias,
+                        mask,
+                        sink,
+                        seed,
+                        *NO_PARTS,
+                        None,
+                        *NO_LENGTHS,
+                        o,
+                        None,
+                        lse,
+                        None,
                     )
                 else:
                     sums = torch.empty(self.shared, dtype=torch.float32, device=device)
                     sum_lse = torch.empty(self.shared[:3], dtype=self.of.lse_dtype, device=device)
                     launches[0].run(
-                        values, kept, q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, None, sum_lse
+                        values, kept, q, k, v, bias, mask, None, seed, *NO_PARTS, None, *NO_LENGTHS, sums, None,
+                        sum_lse, None,
                     )  # fmt: skip
-                    launches[1].run(values, merge_kept, sums, sum_lse, o, None, lse, sink)
+                    launches[1].run(values, merge_kept, sums, sum_lse, None, o, None, lse, None, sink)
         except OutOfResources as error:
             self.other = smaller(type(self.of)(self.problem, inputs), error, inputs)
             return self.other(inputs)
@@ -181,7 +198,7 @@ def resized_backward(
 ) -> Any:  # fmt: skip
     """Return a backward for other lengths; None if they need other compile-time parameters."""
     p, config = resized_problem(run.problem, structure, lo, hi), run.config
-    (q, k, v, *_), (do, dlse, _) = inputs, cotangents
+    (q, k, v, *_), (do, dlse, *_) = inputs, cotangents
     if ragged(p, config) != run.choices:
         return None
     new = object.__new__(type(run))

@@ -15,7 +15,7 @@ from tilewise.backends.triton.tile_mask import listed_pairs
 @triton.jit
 def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr, terms, sizes, c,
                    CLEAN: tl.constexpr = False):  # fmt: skip
-    """Return a tile's scores from A Bᵀ, the softcap's derivative (`score_tile`), the bias in float32.
+    """Return a tile's scores from A Bᵀ, the softcap's derivative (`score_tile`), the bias in float32, and A Bᵀ.
 
     NEAR: some distance in the tile may have an entry. With BIAS_FIRST the accumulator starts from the bias, and scores
     are in the units of the product. Triton: with a bias by pointers, not pipelined in any case, row maxima and sums
@@ -28,13 +28,14 @@ def score_products(a, b, x, at, n0, cols, TAIL: tl.constexpr, NEAR: tl.constexpr
         start = tl.broadcast_to(added * (1.0 / terms.scale), [ROWS, COLS])
         s = dot_rows(a, b, start, "head", CLEAN, sizes, c)
         slope = s
+        products = s  # with the bias: no caller that reads the products has it first
     else:
         products = dot_rows(a, b, None, "head", CLEAN, sizes, c)
         added = products
         if c.BIAS:
             added = load_added(x, at, n0, cols, TAIL, NEAR, terms, sizes, c)
         s, slope = score_tile(products, added, terms, c.BIAS)
-    return s, slope, added
+    return s, slope, added, products
 
 
 @triton.jit

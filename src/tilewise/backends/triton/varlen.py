@@ -160,7 +160,7 @@ def _zero_rows(o, lse, h, rows, inside, column, sizes, c):
 
 def packed_sink_gradient(sink: Tensor, outputs: Outputs, cotangents: Outputs) -> Tensor:
     """Return dSink of a packed batch; rows of no sequence (LSE = -inf, arbitrary o) add nothing."""
-    lse, (do, dlse, _) = outputs.lse, cotangents
+    lse, (do, dlse, *_) = outputs.lse, cotangents
     assert lse is not None
     minus_delta = (do.float() * with_low_bits(outputs.o, outputs.o_low)).sum(-1).neg_()
     minus_delta = minus_delta if dlse is None else minus_delta.add_(dlse)

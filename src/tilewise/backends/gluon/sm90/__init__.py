@@ -89,6 +89,9 @@ def _declines_forward(problem: Problem) -> str | None:
         reason = _declines_parts(problem, problem.parts)
         if reason is not None:
             return reason
+    biased = (bias is not None and bias.cols > 1) or problem.parts is not None
+    if problem.score.statistics.max_scores_unbiased and biased:
+        return "starts its scores from the bias, and finds no maximum without it"
     if problem.sink is not None:
         if problem.sink.dtype == torch.float64:
             return "reads a sink in float16, bfloat16 or float32, not float64"

@@ -63,7 +63,7 @@ class OneTileBackward:
 
     def __init__(self, problem: Problem, inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> None:
         q, k, v, bias, mask, *_ = inputs
-        do, dlse, _ = cotangents
+        do, dlse, *_ = cotangents
         shared, config = sharing(problem), one_tile_config(problem, True)
         # dBias is a matrix for each program; see `_bias_gradient`.
         self.parts: tuple[int, ...] | None = None
@@ -105,7 +105,7 @@ class OneTileBackward:
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, bias, mask, *_ = inputs
-        do, dlse, _ = cotangents
+        do, dlse, *_ = cotangents
         with device_of(q):
             grads = [
                 None if x is None else torch.empty_strided(*x, dtype=q.dtype, device=q.device) for x in self.gradients

@@ -106,7 +106,7 @@ class HopperBackward:
         ahead = dynamic and zeroes_ahead(problem)
         self.zeroed_heads = -(-sizes.lag // sizes.key_tiles) if ahead else 0
         self.heads_alone = sizes.kv_heads // sizes.broadcast_heads  # with a bias of their own
-        do, dlse, _ = cotangents
+        do, dlse, *_ = cotangents
         mended = empty_mended(outputs, do)
         self.empty_mended = None if mended is None else allocation(mended, q.device)
         # Before the counters, a number for each query tile, of absent batch elements too.
@@ -324,8 +324,8 @@ class HopperBackward:
 
     def __call__(self, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
         q, k, v, bias, mask, sink, parts, seed, lengths, tiles = inputs
-        o, lse, o_low = outputs
-        do, dlse, _ = cotangents
+        o, lse, o_low, _ = outputs
+        do, dlse, *_ = cotangents
         needs = self.needs
         with device_of(q):
             stats, counts, dq_accum = self.buffers(q)

@@ -133,7 +133,7 @@ class ResizedBackward:
         if is_elsewhere(q):
             with torch.cuda.device(q.device):
                 return self(inputs, outputs, cotangents)
-        (o, lse, _), (do, dlse, _), (stats_size, counted, accum) = outputs, cotangents, self.sizes
+        (o, lse, *_), (do, dlse, *_), (stats_size, counted, accum) = outputs, cotangents, self.sizes
         assert lse is not None
         values, launches, (kept, main_kept, after_kept) = self.varied, self.launches, self.kept
         stats = lse.new_empty(stats_size)  # float32

@@ -54,14 +54,17 @@ def sums_of_rows(x, BY_THREAD: gl.constexpr):
 
 @gluon.jit
 def online_softmax(
-    s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKED: gl.constexpr, shift=None, lowest=None
-):
-    """Return ``(p, m, l, alpha)``; l and alpha per row, or per thread of a row as ``l_i``, see `sums_of_rows`.
+    s, m_i, l_i, exponent, LAZY: gl.constexpr, MAY_BE_FULLY_MASKED: gl.constexpr, shift=None, lowest=None, excess=0,
+    ENTROPY: gl.constexpr = False,
+):  # fmt: skip
+    """Return ``(p, m, l, alpha, most, excess)``: l, alpha and excess per row, or per thread of a row as ``l_i``, see
+    `sums_of_rows`; most: the tile's greatest scores.
 
     LAZY: m is the greatest score or up to `SLACK` powers of two less: where it stays, alpha is 1 and `rescaled` has no
     work (as in FlashAttention-4). MAY_BE_FULLY_MASKED: a row's maximum may be -inf so far.
     shift: added to all scores of the tile, or of a row; the maximum includes it. lowest: lower bound of the maximum
-    times ``exponent``: a bias used as -inf, such as the least finite number of a dtype, would exceed float32.
+    times ``exponent``: a bias used as -inf, such as the least finite number of a dtype, would exceed float32. excess:
+    with ENTROPY the sums of p log2(p), with p relative to m.
     """
     BY_THREAD: gl.constexpr = len(l_i.shape) == 2
     most = maxima_of_rows(s)
@@ -74,17 +77,33 @@ def online_softmax(
     if MAY_BE_FULLY_MASKED:
         base = gl.where(m_new == -float("inf"), 0.0, m_new)
     # Subtract before scaling: where the maximum stays, alpha must be exactly 1, not 1 + rounding, thousands of times.
-    alpha = gl.exp2((m_i - base) * exponent)
+    fall = (m_i - base) * exponent
+    alpha = gl.exp2(fall)
     if shift is not None:
         base -= shift
     base *= exponent
     if lowest is not None:
         base = gl.maximum(base, lowest)
-    p = gl.exp2(s * exponent - base[:, None])
+    power = s * exponent - base[:, None]
+    p = gl.exp2(power)
     if BY_THREAD:
-        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)[:, None]
-        alpha, _ = gl.broadcast(alpha, l_i)
-    return p, m_new, l_i * alpha + sums_of_rows(p, BY_THREAD), alpha
+        alpha = _by_thread_of(alpha, l_i)
+    if ENTROPY:
+        fall = gl.maximum(fall, -256.0)  # 2^-256 is 0 in float32, where a power of -inf would give 0 · inf
+        if MAY_BE_FULLY_MASKED:
+            power = gl.maximum(power, -256.0)
+        if BY_THREAD:
+            fall = _by_thread_of(fall, l_i)
+        excess = alpha * (excess + l_i * fall) + sums_of_rows(p * power, BY_THREAD)
+    return p, m_new, l_i * alpha + sums_of_rows(p, BY_THREAD), alpha, most, excess
+
+
+@gluon.jit
+def _by_thread_of(x, l_i):
+    """Return a number for each row in the shape of ``l_i``, a number for each of a row's threads."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, l_i.type.layout), assert_trivial=True)[:, None]
+    x, _ = gl.broadcast(x, l_i)
+    return x
 
 
 @gluon.jit

@@ -88,6 +88,7 @@ from tilewise.backends.gluon.varlen import box_of
 from tilewise.backends.kernels.dropout import stream
 from tilewise.backends.kernels.rounding import low_bits
 from tilewise.backends.kernels.score import with_sink
+from tilewise.backends.kernels.statistics import entropy_of, store_statistics
 
 LN2 = gl.constexpr(0.6931471805599453)
 LARGEST = gl.constexpr(3.0e38)
@@ -142,6 +143,7 @@ class ForwardConstants(NamedTuple):
     DYNAMIC: Any  # a program fetches the next tile, instead of tiles at a fixed stride
     PACKED: Any  # packed batch with listed work tiles, see varlen
     DOCUMENTS: Any  # the mask is of documents, and a packed batch may replace it, see documents
+    STATISTICS: Any  # `StatisticsHow`
 
 
 class ForwardOperands(NamedTuple):
@@ -178,6 +180,8 @@ class ForwardState(NamedTuple):
     o: Any  # without the last key tile
     p: Any  # P of the last key tile
     taken: Any  # bias slots that the program has used, if not every tile uses one
+    most: Any  # with LAZY the greatest score of each row, if it is asked for, else 0
+    excess: Any  # see `online_softmax`
 
 
 @gluon.jit
@@ -339,7 +343,10 @@ def mma_one_n_block(
     # softmax
     HIDES: gl.constexpr = BAND or c.MASK or (c.BIAS == "matrix" and BIASED) or c.BIAS == "cols" or TOEPLITZ
     s = scores(s, start if c.BIAS_FIRST else bias, bits, entry, x, tile, terms, sizes, c, WARPGROUP, BAND)
-    p_next, m_i, l_i, alpha = online_softmax(s, state.m, state.l, terms.exponent, c.LAZY, FIRST or HIDES, shift)
+    p_next, m_i, l_i, alpha, most, excess = online_softmax(
+        s, state.m, state.l, terms.exponent, c.LAZY, FIRST or HIDES, shift, None, state.excess, c.STATISTICS.ENTROPY
+    )
+    most = gl.maximum(most, state.most) if c.LAZY and (c.STATISTICS.MAXIMUM or c.STATISTICS.UNBIASED) else 0
     changed = 0
     if c.SUMS_BY_THREAD:
         changed = changed_rows_once_summed(alpha, l_i)
@@ -358,7 +365,7 @@ def mma_one_n_block(
     if words is not None and c.WORDS_LAST:
         dropped = dropout_words(words, tile.row0 + 64 * WARPGROUP, entry.n * c.BLOCK_N, terms, c)
     # rounded after PV has read the old P: one set of registers for both, and no copies
-    return ForwardState(m_i, l_i, o, rounded(p_next, dropped, x.q.dtype, terms, c), taken)
+    return ForwardState(m_i, l_i, o, rounded(p_next, dropped, x.q.dtype, terms, c), taken, most, excess)
 
 
 @gluon.jit
@@ -422,10 +429,7 @@ def finish(
         share /= gl.where(l_i == 0, 1.0, l_i)
     o = o * gl.convert_layout(share, ROWS_OF_O, assert_trivial=True)[:, None]
     if c.BIAS == "rows":  # constant along the keys: it changes the LSE and not the softmax
-        at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
-        at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
-        at += (tile.seq.first_query + rows).to(gl.int64) * x.bias.stride2
-        bias = gl.load(at, mask=inside, other=0.0).to(gl.float32)
+        bias = bias_of_rows(x, tile, rows, inside, c)
         hidden = bias == -float("inf")
         value = gl.where(hidden, bias, value + bias)
         o += gl.convert_layout(gl.where(hidden, 0.0, bias - bias), ROWS_OF_O, assert_trivial=True)[:, None]
@@ -436,7 +440,42 @@ def finish(
 
 
 @gluon.jit
-def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
+def bias_of_rows(x, tile, rows, inside, c):
+    """Load a bias that is constant along the keys, as float32."""
+    at = x.bias.pointer + gl.cast(tile.b, gl.int64) * x.bias.stride0
+    at += gl.cast(tile.h // c.BIAS_GROUP, gl.int64) * x.bias.stride1
+    at += (tile.seq.first_query + rows).to(gl.int64) * x.bias.stride2
+    return gl.load(at, mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def finish_statistics(state, l_i, lse2, sink, x, statistics, tile, terms, sizes, c, WARPGROUP: gl.constexpr):
+    """Store the statistics of a warpgroup's rows. l_i: their sums without the sink; lse2: with a sink their base-2 LSE,
+    which includes it."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
+    rows = tile.row0 + 64 * WARPGROUP + gl.arange(0, 64, ROWS)
+    inside = rows < tile.seq.queries
+    most, entropy = 0.0, 0.0
+    if c.STATISTICS.MAXIMUM or c.STATISTICS.UNBIASED:
+        most = state.most if c.LAZY else state.m
+        most *= 1.0 if terms.HAS_CAP or c.SCALE_IN_Q else terms.scale
+    if c.STATISTICS.ENTROPY:
+        excess = state.excess
+        if c.SUMS_BY_THREAD:
+            excess = gl.convert_layout(gl.sum(excess, axis=1), ROWS, assert_trivial=True)
+        entropy = entropy_of(state.m * terms.exponent, l_i, excess, lse2, sink)
+    unbiased = most
+    if c.BIAS == "rows":
+        bias = bias_of_rows(x, tile, rows, inside, c)
+        hidden = bias == -float("inf")
+        most = gl.where(hidden, bias, most + bias)
+        unbiased, entropy = gl.where(hidden, bias, unbiased), gl.where(hidden, 0.0, entropy)
+    row = (gl.cast(tile.b, gl.int64) * sizes.heads + tile.h) * sizes.queries + (tile.seq.first_query + rows)
+    store_statistics(statistics, row, inside, most, unbiased, entropy, c.STATISTICS)
+
+
+@gluon.jit
+def compute(x, pipelines, results, terms, sizes, c, WARPGROUP: gl.constexpr):
     """Compute O and the LSE of one warpgroup's 64 queries of each tile; the role of a warpgroup."""
     O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
@@ -458,7 +497,12 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         m_i = gl.full([64], -float("inf"), gl.float32, ROWS)
         none = gl.zeros([64, c.BLOCK_N], gl.float32, accumulator(64, c.BLOCK_N))
         l_i = sums_of_rows(none, c.SUMS_BY_THREAD)
-        state = ForwardState(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken)
+        most, excess = 0, 0
+        if c.LAZY and (c.STATISTICS.MAXIMUM or c.STATISTICS.UNBIASED):
+            most = m_i
+        if c.STATISTICS.ENTROPY:
+            excess = l_i
+        state = ForwardState(m_i, l_i, gl.zeros([64, c.BLOCK_DV], gl.float32, O), 0, taken, most, excess)
         words = None
         if x.seed is not None:
             words = stream(x.seed, tile.b, tile.h, terms)
@@ -580,11 +624,14 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         m_i, l_i = state.m, state.l
         if c.SUMS_BY_THREAD:
             l_i = gl.convert_layout(gl.sum(l_i, axis=1), ROWS, assert_trivial=True)
-        top = None
+        top, lse2, logit, of_keys = None, None, None, l_i
         if x.sink is not None:
             top, l_i, alpha = with_sink(m_i, l_i, sink, terms.exponent)
             o *= gl.convert_layout(alpha, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
-        o = finish(m_i, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP, top=top)
+            lse2, logit = top + gl.log2(l_i), sink
+        if results.statistics is not None:
+            finish_statistics(state, of_keys, lse2, logit, x, results.statistics, tile, terms, sizes, c, WARPGROUP)
+        o = finish(m_i, l_i, o, x, results.lse, tile, terms, sizes, c, WARPGROUP, top=top)
 
         # Store O by TMA, through shared memory
         if c.O_IN_BIAS:
@@ -617,13 +664,15 @@ def compute(x, pipelines, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
-def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c):
+def forward_kernel(
+    q, k, v, bias, sink, seed, bits, tile_list, o, o_low, results, tile_count_semaphore, terms, sizes, c
+):
     """Compute O and the LSE.
 
     q, k, v, o: descriptors. bias: a descriptor or a `Strided`. sink: a `Strided` or None. seed: of dropout, two
     numbers, or None. bits, tile_list: see mask_kernels; packed, see varlen; with UNDERFLOWS see underflow. o_low: with
-    dropout a descriptor. tile_count_semaphore: with DYNAMIC an int32 that is 0; with DOCUMENTS followed by the number
-    of tiles.
+    dropout a descriptor. results: `RowResults`. tile_count_semaphore: with DYNAMIC an int32 that is 0; with DOCUMENTS
+    followed by the number of tiles.
     """
     x = ForwardOperands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
     q_pipeline = new_pipeline(q, c.Q_STAGES * c.WARPGROUPS, 64, c.BLOCK_D, 1, PANELS=c.PANELS)
@@ -657,8 +706,8 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, ti
     if c.WARPGROUPS == 2 and c.BIAS != "matrix":
         gl.warp_specialize(
             [
-                (compute, (x, pipelines, lse, terms, sizes, c, 0)),
-                (compute, (x, pipelines, lse, terms, sizes, c, 1)),
+                (compute, (x, pipelines, results, terms, sizes, c, 0)),
+                (compute, (x, pipelines, results, terms, sizes, c, 1)),
                 (load, (x, pipelines, terms, sizes, c)),
             ],
             [4, 1],
@@ -667,8 +716,8 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, ti
     elif c.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (compute, (x, pipelines, lse, terms, sizes, c, 0)),
-                (compute, (x, pipelines, lse, terms, sizes, c, 1)),
+                (compute, (x, pipelines, results, terms, sizes, c, 0)),
+                (compute, (x, pipelines, results, terms, sizes, c, 1)),
                 (load, (x, pipelines, terms, sizes, c)),
                 (load_bias, (x, pipelines, terms, sizes, c, 0)),
                 (load_bias, (x, pipelines, terms, sizes, c, 1)),
@@ -679,9 +728,9 @@ def forward_kernel(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, ti
     else:
         gl.warp_specialize(
             [
-                (compute, (x, pipelines, lse, terms, sizes, c, 0)),
-                (compute, (x, pipelines, lse, terms, sizes, c, 1)),
-                (compute, (x, pipelines, lse, terms, sizes, c, 2)),
+                (compute, (x, pipelines, results, terms, sizes, c, 0)),
+                (compute, (x, pipelines, results, terms, sizes, c, 1)),
+                (compute, (x, pipelines, results, terms, sizes, c, 2)),
                 (load, (x, pipelines, terms, sizes, c)),
             ],
             [4, 4, 1],

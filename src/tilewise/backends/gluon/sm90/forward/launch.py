@@ -11,6 +11,7 @@ from tilewise.backends import (
     Inputs,
     Outputs,
     allocation,
+    clear_statistics,
     empty_low_bits,
     empty_output,
     is_elsewhere,
@@ -49,11 +50,13 @@ from tilewise.backends.gluon.varlen import AT_SEMAPHORE, TileList
 from tilewise.backends.gluon.varlen_values import PackedValues, laid_out
 from tilewise.backends.kernels.block_mask import tile_how, tile_layout
 from tilewise.backends.kernels.score import varied_limits
+from tilewise.backends.kernels.statistics import RowResults, StatisticsHow
 from tilewise.backends.kernels.tile_lists import Flat, TileListCache
 from tilewise.backends.launch.launcher import (
     POINTER,
     Launch,
     Members,
+    Record,
     Varied,
     Whole,
     constants,
@@ -146,7 +149,7 @@ class HopperForward:
                 POINTER,
                 box(o, 64, c.BLOCK_DV.value),
                 box(o_low, 64, c.BLOCK_DV.value),
-                POINTER,
+                Record(RowResults, (POINTER, POINTER)),
                 AT_SEMAPHORE if packed else POINTER,
             ),
             (terms._replace(exponent=LOG2E, inverse=1.0) if together or config.scale_in_q else terms, sizes, c),
@@ -171,13 +174,15 @@ class HopperForward:
                     *tile_list,
                     strided_rows(o),
                     strided_if_any(o_low),
-                    POINTER,
+                    Record(RowResults, (POINTER, POINTER)),
                 ),
                 (problem.head_dim, problem.value_dim, terms, sizes, r),
                 num_warps=8,
             )
         # For `resized`, which uses `resized_launches` of these.
+        self.statistics = problem.score.statistics if any(problem.score.statistics) else None
         self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
+        self.resizable = self.resizable and self.statistics is None
         self.has_more = bias is not None or sink is not None
         self.made: dict[tuple, Any] = {}
         self.bases = _bases(self.main, self.nan_fixup, bias is not None, sink is not None)
@@ -240,11 +245,18 @@ class HopperForward:
         o = q.new_empty_strided(*layout_o)
         lse = q.new_empty_strided(*layout_lse, dtype=self.lse_dtype)
         o_low = None if self.empty_low is None else self.empty_low()
+        statistics = None
+        if self.statistics is not None:
+            statistics = q.new_empty((*lse.shape, len(self.statistics.names)), dtype=torch.float32)
+            if self.packed is not None:  # rows of no sequence
+                clear_statistics(statistics, self.statistics)
         tile_count_semaphore, flat, known = None, NO_MASK, NOTHING_KNOWN
         if self.documents is not None and self.as_packed is not None:
             flat, lists = self.documents(mask, tiles)
             tile_count_semaphore, known = lists.counts.clone(), KnownMask(lists.bits, lists.tile_list)
-            self.as_packed(q, k, v, None, sink, None, None, lists.packed_list, o, o_low, lse, tile_count_semaphore)
+            self.as_packed(
+                q, k, v, None, sink, None, None, lists.packed_list, o, o_low, lse, statistics, tile_count_semaphore
+            )
         elif self.mask is not None:
             flat, known = self.mask(mask, tiles)
         tile_list = known.tile_list
@@ -259,11 +271,11 @@ class HopperForward:
             bias, added = parts.toeplitz, self.pairs(parts.toeplitz)
             if self.reach is not None:
                 tile_list = self.reach(q, k, v, added)
-        self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, o_low, lse, tile_count_semaphore)
+        self.main(q, k, v, added, sink, seed, known.bits, tile_list, o, o_low, lse, statistics, tile_count_semaphore)
         if self.nan_fixup is not None:
             listed = () if self.packed is None else (tile_list,)
-            self.nan_fixup(q, k, v, bias, *flat, sink, seed, *listed, o, o_low, lse)
-        return Outputs(o, lse, o_low)
+            self.nan_fixup(q, k, v, bias, *flat, sink, seed, *listed, o, o_low, lse, statistics)
+        return Outputs(o, lse, o_low, statistics)
 
 
 class Resized:
@@ -286,9 +298,9 @@ class Resized:
         o = q.new_empty_strided(*self.layout_o)
         lse = q.new_empty_strided(*self.layout_lse, dtype=self.of.lse_dtype)  # faster than new_empty
         count = torch.zeros(1, dtype=torch.int32, device=q.device) if self.of.dynamic else None
-        launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, count)
+        launches[0].run(values, kept, q, k, v, bias, sink, seed, None, None, o, None, lse, None, count)
         if len(launches) > 1:
-            launches[1].run(values, fixup_cached, q, k, v, bias, None, sink, seed, o, None, lse)
+            launches[1].run(values, fixup_cached, q, k, v, bias, None, sink, seed, o, None, lse, None)
         return Outputs(o, lse)
 
 
@@ -330,10 +342,10 @@ def _bases(main: Launch, nan_fixup: Launch | None, has_bias: bool, has_sink: boo
     bias = end if has_bias else None
     sink = end + 2 * has_bias if has_sink else None
     numbers: tuple[Members, ...] = varied_limits(main.numbers[0], _LO, _HI), _SIZES, None
-    found = [(main, Varied((q, k, v, bias, sink, None, None, None, o, None, None, None), _MAIN, numbers))]
+    found = [(main, Varied((q, k, v, bias, sink, None, None, None, o, None, (None, None), None), _MAIN, numbers))]
     if nan_fixup is not None:
         numbers = None, None, varied_limits(nan_fixup.numbers[2], _LO, _HI), _SIZES, None
-        found.append((nan_fixup, Varied((q, k, v, bias, None, sink, None, o, None, None), _NAN_FIXUP, numbers)))
+        found.append((nan_fixup, Varied((q, k, v, bias, None, sink, None, o, None, (None, None)), _NAN_FIXUP, numbers)))
     return found
 
 
@@ -386,6 +398,7 @@ def _compiled(problem: Problem, config: ForwardConfig, dynamic: bool, documents:
         DYNAMIC=dynamic,
         PACKED=problem.totals is not None,
         DOCUMENTS=documents,
+        STATISTICS=StatisticsHow(*problem.score.statistics),
     )
     return constants(values)
 
@@ -447,5 +460,6 @@ def _nan_fixup(problem: Problem, config: ForwardConfig) -> NanFixupConstants:
         MASK_TILES=problem.tile_mask is not None,
         MASK_HOW=tile_how(problem, block_m, 32),
         LISTED=0 if problem.totals is None else config.block_m,
+        STATISTICS=StatisticsHow(*problem.score.statistics),
     )
     return constants(values)

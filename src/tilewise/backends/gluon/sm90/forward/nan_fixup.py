@@ -18,8 +18,8 @@ from tilewise.backends.kernels.block_mask import pairs
 from tilewise.backends.kernels.dropout import kept, stream
 from tilewise.backends.kernels.rounding import low_bits
 from tilewise.backends.kernels.score import INTERPRET, key_tiles, score_tile, with_sink
+from tilewise.backends.kernels.statistics import LN2, entropy_of, store_statistics
 
-LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter, in which this kernel is tested, computes bfloat16 products wrongly.
 MARK = tl.constexpr(tl.float32 if INTERPRET else tl.bfloat16)
@@ -46,6 +46,7 @@ class NanFixupConstants(NamedTuple):
     MASK_TILES: Any  # the mask is a block mask
     MASK_HOW: Any  # its `TileHow`
     LISTED: Any  # packed batch: queries per listed tile, see varlen; else 0
+    STATISTICS: Any  # `StatisticsHow`
 
 
 @triton.jit
@@ -98,13 +99,15 @@ def _matrix(b, h, sizes, r):
 
 
 @triton.jit
-def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_dim, terms, seq, sizes, lse_rows, r, b, h,
-            m0):  # fmt: skip
+def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, results, head_dim, value_dim, terms, seq, sizes, lse_rows, r,
+            b, h, m0):  # fmt: skip
     """Recompute the rows of one tile whose LSE is NaN.
 
-    outputs: o and o_low. seq: `SeqInfo`, of a packed batch. sizes: of its sequence. lse_rows: rows of the LSE.
+    outputs: o and o_low. results: `RowResults`. seq: `SeqInfo`, of a packed batch. sizes: of its sequence. lse_rows:
+    rows of the LSE.
     """
     o, o_low = outputs
+    lse, statistics = results.lse, results.statistics
     lo, hi = terms.lo + seq.diagonal, terms.hi + seq.diagonal
     rows = m0 + tl.arange(0, r.BLOCK_M)
     dims, value_dims = tl.arange(0, r.BLOCK_D), tl.arange(0, r.BLOCK_DV)
@@ -112,6 +115,7 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
     acc = tl.zeros([r.BLOCK_M, r.BLOCK_DV], tl.float32)
     m_i = tl.full([r.BLOCK_M], -float("inf"), tl.float32)
     l_i = tl.zeros([r.BLOCK_M], tl.float32)
+    unbiased, excess = m_i, l_i
     exponent = LOG2E
     if not (r.BIAS or terms.HAS_CAP):  # see `score_tile`
         exponent = LOG2E * terms.scale
@@ -149,10 +153,16 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
                 mask_b = b % r.MASK_BATCH if r.MASK_BATCH > 1 else b
                 visible &= _load_scores(mask, mask_b, h // r.MASK_GROUP, rows, cols, sizes, seq, r.MASK_COLS) != 0
         s = tl.where(visible, s, -float("inf"))
+        if r.STATISTICS.UNBIASED:
+            plain, _slope = score_tile(products, added, terms, False)
+            unbiased = tl.maximum(unbiased, tl.max(tl.where(visible, plain, -float("inf")), 1))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
         alpha = tl.exp2((m_i - base) * exponent)
         p = tl.exp2((s - base[:, None]) * exponent)
+        if r.STATISTICS.ENTROPY:  # as in `online_softmax`
+            fall, power = tl.maximum((m_i - base) * exponent, -256.0), (s - base[:, None]) * exponent
+            excess = alpha * (excess + l_i * fall) + tl.sum(p * tl.maximum(power, -256.0), 1)
         l_i = l_i * alpha + tl.sum(p, 1)
         if seed is not None:
             first, within = tl.cast(m0, tl.int32), tl.arange(0, r.BLOCK_M)[:, None]
@@ -170,16 +180,19 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
         acc = tl.dot(p.to(v_tile.dtype), tl.where(finite, v_tile, 0.0).to(v_tile.dtype), acc)
         m_i = m_new
     acc = tl.where(tl.abs(acc) < float("inf"), acc, float("nan"))
+    of_keys, lse2, logit = l_i, m_i, None
     if sink is not None:
         at = sink.pointer + tl.cast(b, tl.int64) * sink.stride0 + tl.cast(h, tl.int64) * sink.stride1
         at = at + (seq.first_query + rows).to(tl.int64) * sink.stride2
         found = tl.load(at, mask=rows < sizes.queries, other=0.0).to(tl.float32)
         top, l_i, alpha = with_sink(m_i, l_i, found, exponent)
         acc *= alpha[:, None]
+        lse2, logit = top + tl.log2(l_i), found
     if seed is not None:
         acc *= terms.weight
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
-    at_lse = lse + (tl.cast(b, tl.int64) * sizes.heads + h) * lse_rows + (seq.first_query + rows)
+    row = (tl.cast(b, tl.int64) * sizes.heads + h) * lse_rows + (seq.first_query + rows)
+    at_lse = lse + row
     old = tl.load(at_lse, mask=rows < sizes.queries, other=0.0)  # not before the loop, where it spills
     spoilt = old != old
     if sink is not None:
@@ -189,6 +202,15 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, lse, head_dim, value_di
     else:
         value = m_i * (exponent * LN2) + tl.log2(l_i) * LN2
     tl.store(at_lse, value, mask=spoilt & (rows < sizes.queries))
+    if statistics is not None:
+        scale = terms.scale
+        if terms.HAS_CAP:
+            scale = 1.0
+        most = m_i if r.BIAS else m_i * scale
+        entropy = entropy_of(m_i * exponent, of_keys, excess, lse2, logit)
+        store_statistics(
+            statistics, row, spoilt & (rows < sizes.queries), most, unbiased * scale, entropy, r.STATISTICS
+        )
     at = _rows_at(o, b, h, seq, rows, value_dims)
     inside = (spoilt & (rows < sizes.queries))[:, None] & (value_dims < value_dim)[None, :]
     leaving = acc.to(o.pointer.dtype.element_ty)
@@ -212,7 +234,7 @@ def sizes_of(seq, sizes):
 
 @triton.jit
 def packed_nan_fixup_kernel(
-    q, k, v, bias, mask, sink, seed, tile_list, o, o_low, lse, head_dim, value_dim, terms, sizes, r
+    q, k, v, bias, mask, sink, seed, tile_list, o, o_low, results, head_dim, value_dim, terms, sizes, r
 ):  # fmt: skip
     """Like `nan_fixup_kernel`, but for a packed batch. Each step scans part of the LSE regardless of sequences, and
     where it finds NaN the list of tiles. A tile belongs to the step in which it begins; each step also scans the rows
@@ -220,7 +242,7 @@ def packed_nan_fixup_kernel(
     looks = tl.cdiv(sizes.queries, r.SCAN * r.BLOCK_M)
     for look in tl.range(tl.program_id(0), looks * sizes.heads, tl.num_programs(0), num_stages=1):
         h, first = look // looks, look % looks * (r.SCAN * r.BLOCK_M)
-        row = lse + tl.cast(h, tl.int64) * sizes.queries
+        row = results.lse + tl.cast(h, tl.int64) * sizes.queries
         rows = first + tl.arange(0, r.SCAN * r.BLOCK_M)
         seen = tl.load(row + rows, mask=rows < sizes.queries, other=0.0)
         after = first + r.SCAN * r.BLOCK_M + tl.arange(0, 256)
@@ -237,14 +259,15 @@ def packed_nan_fixup_kernel(
                         again = tl.load(row + seq.first_query + mine, mask=mine < seq.queries, other=0.0)
                         if tl.max((again != again).to(tl.int32), 0) != 0:
                             _nan_fixup(
-                                q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms, seq,
+                                q, k, v, bias, mask, sink, seed, (o, o_low), results, head_dim, value_dim, terms, seq,
                                 own, sizes.queries, r, 0, h, m0,
                             )  # fmt: skip
 
 
 @triton.jit
-def nan_fixup_kernel(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, value_dim, terms, sizes, r):
-    """Scan the LSE, many query tiles at a time; recompute rows where it is NaN."""
+def nan_fixup_kernel(q, k, v, bias, mask, sink, seed, o, o_low, results, head_dim, value_dim, terms, sizes, r):
+    """Scan the LSE, many query tiles at a time; recompute rows where it is NaN. results: `RowResults`."""
+    lse = results.lse
     count = tl.cdiv(sizes.queries, r.BLOCK_M)
     total = count * sizes.heads * sizes.batch
     for first in tl.range(tl.program_id(0) * r.SCAN, total, tl.num_programs(0) * r.SCAN, num_stages=1):
@@ -261,6 +284,6 @@ def nan_fixup_kernel(q, k, v, bias, mask, sink, seed, o, o_low, lse, head_dim, v
                     lse + tl.cast(bh, tl.int64) * sizes.queries + mine, mask=mine < sizes.queries, other=0.0
                 )
                 if tl.max((again != again).to(tl.int32)) != 0:
-                    _nan_fixup(q, k, v, bias, mask, sink, seed, (o, o_low), lse, head_dim, value_dim, terms,
+                    _nan_fixup(q, k, v, bias, mask, sink, seed, (o, o_low), results, head_dim, value_dim, terms,
                             SeqInfo(0, 0, 0, 0, 0), sizes, sizes.queries, r, bh // sizes.heads, bh % sizes.heads,
                             m0)  # fmt: skip

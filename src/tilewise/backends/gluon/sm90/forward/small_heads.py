@@ -162,7 +162,7 @@ def load(x, shared, terms, sizes, c):
 @gluon.jit
 def with_maxima(s, rows, o, x, terms, c, FIRST: gl.constexpr):
     """Compute the softmax of a key tile with its maxima, which are subtracted from scores from here on."""
-    p, m_i, l_i, alpha = online_softmax(s, rows.m, rows.l, terms.exponent, False, True, lowest=LOWEST_BASE)
+    p, m_i, l_i, alpha, _, _ = online_softmax(s, rows.m, rows.l, terms.exponent, False, True, lowest=LOWEST_BASE)
     if not FIRST:
         o = rescaled(o, alpha, 0, False)
     # -inf where a row has seen nothing so far: any score exceeds it.
@@ -208,7 +208,7 @@ def mma_one_n_block(q, rows, x, shared, before, here, more, terms, c, WARPGROUP:
 
 
 @gluon.jit
-def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
+def compute(x, shared, results, terms, sizes, c, WARPGROUP: gl.constexpr):
     """Compute O and the LSE of one warpgroup's 64 queries of each tile; the role of a warpgroup."""
     O: gl.constexpr = accumulator(64, c.BLOCK_DV)  # noqa: E741
     ROWS: gl.constexpr = gl.SliceLayout(1, accumulator(64, c.BLOCK_N))
@@ -237,7 +237,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
         o = warpgroup_mma_wait(0, deps=(times_v(rows.p, v, rows.o, c),))
         place = following(place)
         l_i = gl.convert_layout(gl.sum(rows.l, axis=1), ROWS, assert_trivial=True)
-        o = finish(rows.m, l_i, o, x, lse, tile, terms, sizes, c, WARPGROUP, MOST_MAXIMUM, True)
+        o = finish(rows.m, l_i, o, x, results.lse, tile, terms, sizes, c, WARPGROUP, MOST_MAXIMUM, True)
 
         # Store O by TMA, through shared memory
         stage = shared.o.index(WARPGROUP)
@@ -253,7 +253,7 @@ def compute(x, shared, lse, terms, sizes, c, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def small_heads_kernel(
-    q, k, v, bias, sink, seed, bits, tile_list, o, o_low, lse, tile_count_semaphore, terms, sizes, c
+    q, k, v, bias, sink, seed, bits, tile_list, o, o_low, results, tile_count_semaphore, terms, sizes, c
 ):
     """Compute O and the LSE; the arguments are those of `forward_kernel`, some of them None."""
     x = ForwardOperands(q, k, v, bias, sink, seed, bits, tile_list, o, o_low, tile_count_semaphore)
@@ -279,8 +279,8 @@ def small_heads_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (compute, (x, shared, lse, terms, sizes, c, 0)),
-            (compute, (x, shared, lse, terms, sizes, c, 1)),
+            (compute, (x, shared, results, terms, sizes, c, 0)),
+            (compute, (x, shared, results, terms, sizes, c, 1)),
             (load, (x, shared, terms, sizes, c)),
         ],
         [4, 1],
