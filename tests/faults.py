@@ -595,7 +595,7 @@ FAULTS = [
         "unit/test_dropout.py::test_few_queries",
     ),
     Fault(
-        "tilewise/backends/triton/forward.py", "o_low, low, b, head", "o_low, low * 0, b, at.head",
+        "tilewise/backends/triton/forward.py", "o_low, low, b, head", "o_low, low * 0, b, head",
         "D is made from an O of 16 bits",
         "backends/test_low_bits.py::test_triton",
     ),
