@@ -56,6 +56,17 @@ MEMORY = [
         "unit/test_tile_mask.py::test_a_block_mask_that_comes_first_in_inference_mode_trains_later",
     ),
     Fault(
+        "tilewise/masks/block_sparse.py", "(partial[place] & _asked(mask_mod, b, h, q, kv))",
+        "_asked(mask_mod, b, h, q, kv)",
+        "a mask_mod shows pairs of small blocks that a BlockMask does not list",
+        "unit/test_tile_mask.py::test_blocks_of_any_size",
+    ),
+    Fault(
+        "tilewise/masks/block_sparse.py", ".clamp(max=length) - 1) // of + 1", ".clamp(max=length) - 1) // of",
+        "a tile misses the last of its blocks",
+        "unit/test_tile_mask.py::test_blocks_of_any_size",
+    ),
+    Fault(
         "tilewise/masks/block_sparse.py", '{**self.__dict__, "_lists": {}}', "dict(self.__dict__)",
         "a file with a mask holds what was made of it",
         "unit/test_tile_mask.py::test_a_file_with_a_mask",

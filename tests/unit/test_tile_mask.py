@@ -131,6 +131,54 @@ def test_a_block_mask_with_wrong_lists():
         TileMask.from_block_mask(both, validate=True)
 
 
+def blocks_of(block, M=239, N=200):
+    """A BlockMask of random blocks, full, partial and empty, whose mask_mod hides nothing else; and the dense mask."""
+    torch.manual_seed(0)
+    rows, cols = -(-M // block[0]), -(-N // block[1])
+    kinds = torch.randint(0, 3, (2, 4, rows, cols))
+    lists = [(kinds == kind).sort(dim=-1, descending=True, stable=True) for kind in (1, 2)]
+    some = torch.rand(M, N) < 0.9
+    mask = BlockMask.from_kv_blocks(
+        *(x for found in lists for x in (found.values.sum(-1, dtype=torch.int32), found.indices.int())),
+        BLOCK_SIZE=block, mask_mod=lambda b, h, q, kv: some[q, kv], seq_lengths=(M, N),
+    )  # fmt: skip
+    whole = kinds[:, :, torch.arange(M) // block[0]][..., torch.arange(N) // block[1]]
+    return mask, (whole == 2) | ((whole == 1) & some)
+
+
+BLOCK_SIZES = {
+    (16, 16): (64, 64), (32, 16): (64, 64), (48, 100): (64, 64), (128, 32): (128, 64), (200, 64): (128, 64),
+    (64, 1 << 30): (64, 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("block", BLOCK_SIZES)
+def test_blocks_of_any_size(block):
+    mask, dense = blocks_of(block)
+    found = TileMask.from_block_mask(mask, validate=True).validate()
+    assert found.block == BLOCK_SIZES[block]
+    assert torch.equal(found.dense(), dense)
+
+
+def test_full_small_blocks_make_a_full_tile():
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 192, 192, device="cpu", BLOCK_SIZE=16)
+    found = TileMask.from_block_mask(mask)
+    assert torch.equal(found.tensors.tiles[0, 0].sign(), torch.ones(3, 3, dtype=torch.int32).tril())
+    assert torch.equal(found.tensors.tiles[0, 0] == FULL, torch.ones(3, 3).tril(-1) > 0)
+
+
+@pytest.mark.parametrize("block", [(16, 16), (64, 64), (100, 128)])
+def test_a_block_mask_compiles_in_one_graph(block):
+    mask, dense = blocks_of(block)
+    q, k, v = (torch.randn(2, 4, n, 16, requires_grad=True) for n in (239, 200, 200))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, mask=mask), fullgraph=True, backend="aot_eager")
+    do = torch.randn(2, 4, 239, 16)
+    found = [(o, *torch.autograd.grad(o, (q, k, v), do)) for o in (compiled(q, k, v), attention(q, k, v, mask=dense))]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_numbers_that_are_no_tiles_are_found():
     found, _ = pattern("bits", USUAL)
     for number in (-1, 10**6):

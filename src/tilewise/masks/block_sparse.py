@@ -176,16 +176,19 @@ class TileMask:
         full, and blocks out of range are ignored.
 
         Args:
-            block_mask: with any BLOCK_SIZE whose numbers are multiples of 64.
+            block_mask: with any BLOCK_SIZE. Tiles are its blocks if these are multiples of 64, up to 16,384; else the
+                tiles have 64, or 128 where blocks are larger, and show the pairs of the blocks that they overlap.
             validate: raise for duplicate blocks or blocks out of range, which synchronizes.
 
+        Under torch.compile mask_mod is called for all pairs instead, without synchronization; each has a bit.
+
         Raises:
-            TypeError, ValueError: no BlockMask; another BLOCK_SIZE; with ``validate`` wrong lists.
+            TypeError, ValueError: no BlockMask; with ``validate`` wrong lists.
         """
         if not is_block_mask(block_mask):
             raise TypeError(f"block_mask: expected FlexAttention's BlockMask, got {type(block_mask).__name__}")
         queries, keys = (int(n) for n in block_mask.seq_lengths)
-        block = checked_block(tuple(block_mask.BLOCK_SIZE), "block_mask: BLOCK_SIZE")
+        block = tuple(block_mask.BLOCK_SIZE)
         count, indices = block_mask.kv_num_blocks, block_mask.kv_indices
         rows, cols = -(-queries // block[0]), -(-keys // block[1])
         if indices.dim() != 4 or indices.shape[2] != rows or indices.shape[:3] != count.shape:
@@ -201,7 +204,11 @@ class TileMask:
             full = _named(full_count, full_indices, cols, "full_kv_indices", validate)
             if validate and bool((full & partial).any()):
                 raise ValueError("block_mask: a block is in full_kv_indices and in kv_indices")
-        return _with_bits(full, partial & ~full, block_mask.mask_mod, queries, keys, block)
+        partial, mask_mod, size = partial & ~full, block_mask.mask_mod, _tile_of_blocks(block)
+        if size != block:
+            mask_mod = _in_blocks(full, partial, mask_mod, block)
+            full, partial = _tiles_of_blocks(full, partial, queries, keys, block, size)
+        return _with_bits(full, partial, mask_mod, queries, keys, size)
 
     @classmethod
     def from_tiles(
@@ -435,14 +442,15 @@ torch.serialization.add_safe_globals([TileMask, TileTensors, Kept])  # for torch
 
 
 class _Made(NamedTuple):
-    """The TileMask of a BlockMask, the stream that it was made on, and the tensors that it was made of."""
+    """A TileMask, the stream that it was made on, the tensors that it was made of, and what else it depends on."""
 
     mask: TileMask
     stream: int | None
     of: Versions
+    key: object
 
 
-_of_block_masks: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
+_made_for: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()
 
 
 def is_block_mask(x: object) -> bool:
@@ -455,11 +463,6 @@ def tile_mask_of(name: str, mask: object, queries: int, keys: int) -> TileMask |
     """Return the TileMask of an argument that is one or is a BlockMask; None for others."""
     found = mask if isinstance(mask, TileMask) else None
     if found is None and is_block_mask(mask):
-        if torch.compiler.is_compiling():
-            raise TypeError(
-                f"{name}: expected a TileMask under torch.compile, got a BlockMask; make it before, by "
-                "tilewise.TileMask.from_block_mask"
-            )
         found = _of_block_mask(mask)
     if found is not None and (found.queries, found.keys) != (queries, keys):
         raise ValueError(
@@ -470,18 +473,26 @@ def tile_mask_of(name: str, mask: object, queries: int, keys: int) -> TileMask |
 
 
 def _of_block_mask(mask: Any) -> TileMask:
-    """Return the TileMask of a BlockMask, cached while the tensors of it and of its mask_mod are unchanged."""
+    if torch.compiler.is_compiling():
+        return TileMask.from_block_mask(mask)
     read = tensors_read_by(mask.as_tuple())
-    made, device = _of_block_masks.get(mask), mask.kv_indices.device
-    if made is None or not made.of.hold(read):
-        if not is_eager(read) or any(x.is_inference() for x in read):  # their changes are not counted
-            return TileMask.from_block_mask(mask)
+    return cached_mask(mask, None, read, mask.kv_indices.device, lambda: TileMask.from_block_mask(mask))
+
+
+def cached_mask(
+    owner: Any, key: object, read: list[Tensor], device: torch.device, make: Callable[[], TileMask]
+) -> TileMask:
+    """Return ``make()``, cached while ``owner`` exists, ``key`` is equal, and the tensors ``read`` are unchanged."""
+    made = _made_for.get(owner)
+    if made is None or made.key != key or not made.of.hold(read):
+        if not is_eager(read or (None,)) or any(x.is_inference() for x in read):  # their changes are not counted
+            return make()
         of = Versions(read)
         with torch.inference_mode(False):  # inference tensors cannot be saved for backward
-            made = _Made(TileMask.from_block_mask(mask), stream_of(device), of)
+            made = _Made(make(), stream_of(device), of, key)
         if device.type == "cuda":  # other streams may then read it; from_block_mask synchronizes anyway
             torch.cuda.current_stream(device).synchronize()
-        _of_block_masks[mask] = made
+        _made_for[owner] = made
     elif made.stream != stream_of(device) and not torch.cuda.is_current_stream_capturing():
         for x in filter(torch.is_tensor, made.mask.tensors):  # the memory is not reused before this stream has read it
             x.record_stream(torch.cuda.current_stream(device))
@@ -566,6 +577,47 @@ def _named(count: Tensor, indices: Tensor, cols: int, name: str, validate: bool)
     return times[..., :cols] != 0
 
 
+def _tile_of_blocks(block: tuple[int, int]) -> tuple[int, int]:
+    """Return the tile size for a BLOCK_SIZE."""
+    if all(n % 64 == 0 and n <= MAX_BLOCK for n in block):
+        return block
+    first, second = (128 if n >= 128 else 64 for n in block)
+    return first, second
+
+
+def _in_blocks(full: Tensor, partial: Tensor, mask_mod: MaskMod, block: tuple[int, int]) -> MaskMod:
+    """Return a mask_mod that is False outside of the blocks, and True in full ones."""
+
+    def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        place = b, h, q // block[0], kv // block[1]
+        return full[place] | (partial[place] & _asked(mask_mod, b, h, q, kv))
+
+    return within
+
+
+def _tiles_of_blocks(
+    full: Tensor, partial: Tensor, queries: int, keys: int, block: tuple[int, int], size: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return the tiles of ``size`` in which all blocks are full, and the others that overlap a block.
+
+    A tile overlaps the blocks of a range, whose sums are differences of sums from the first block.
+    """
+
+    def ends(length: int, tile: int, of: int) -> tuple[Tensor, Tensor]:
+        first = torch.arange(0, length, tile, device=full.device)
+        return first // of, ((first + tile).clamp(max=length) - 1) // of + 1
+
+    (top, bottom), (left, right) = ends(queries, size[0], block[0]), ends(keys, size[1], block[1])
+
+    def overlapped(which: Tensor) -> Tensor:
+        sums = torch.nn.functional.pad(which.cumsum(2).cumsum(3), (1, 0, 1, 0))
+        rows = sums[:, :, bottom] - sums[:, :, top]
+        return rows[..., right] - rows[..., left]
+
+    every = overlapped(full) == (bottom - top)[:, None] * (right - left)
+    return every, (overlapped(full | partial) > 0) & ~every
+
+
 def _asked(mask_mod: MaskMod, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     seen = mask_mod(b, h, q, kv)
     if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
@@ -604,7 +656,9 @@ def _of_rows(
 def _with_bits(
     full: Tensor, partial: Tensor, mask_mod: MaskMod, queries: int, keys: int, block: tuple[int, int]
 ) -> TileMask:
-    """Make a mask with the bits of partial tiles only; synchronizes for their number."""
+    """Make a mask with the bits of partial tiles only; synchronizes for their number, but not under torch.compile."""
+    if torch.compiler.is_compiling():
+        return _with_all_bits(full, partial, mask_mod, queries, keys, block)
     block_m, block_n = block
     where = partial.nonzero()
     words, kinds = [], []
@@ -624,6 +678,29 @@ def _with_bits(
     number = torch.arange(PARTIAL, PARTIAL + len(where), device=full.device)
     tiles[where.unbind(1)] = torch.where(kind == PARTIAL, number, kind).to(torch.int32)
     return TileMask(queries, keys, TileTensors(tiles.contiguous(), bits))
+
+
+def _with_all_bits(
+    full: Tensor, partial: Tensor, mask_mod: MaskMod, queries: int, keys: int, block: tuple[int, int]
+) -> TileMask:
+    """Make the mask of `_with_bits` with bits of all tiles, whose number is known to a compiler."""
+    batch, heads, rows, cols = full.shape
+    b = torch.arange(batch, device=full.device).view(-1, 1, 1, 1)
+    h = torch.arange(heads, device=full.device).view(-1, 1, 1)
+    q = torch.arange(rows * block[0], device=full.device)[:, None]
+    kv = torch.arange(cols * block[1], device=full.device)
+    inside = (q < queries) & (kv < keys)
+    seen = _asked(mask_mod, b, h, q.clamp(max=queries - 1), kv.clamp(max=keys - 1))
+
+    def in_tiles(x: Tensor) -> Tensor:
+        whole = x.expand(batch, heads, rows * block[0], cols * block[1])
+        return whole.unflatten(3, (cols, block[1])).unflatten(2, (rows, block[0])).transpose(3, 4)
+
+    some, every = in_tiles(seen & inside).any(-1).any(-1), in_tiles(seen | ~inside).all(-1).all(-1)
+    number = PARTIAL + torch.arange(full.numel(), device=full.device).view(full.shape)
+    kind = torch.where(every, FULL, torch.where(some, number, EMPTY))
+    tiles = torch.where(full, FULL, torch.where(partial, kind, EMPTY)).to(torch.int32)
+    return TileMask(queries, keys, TileTensors(tiles.contiguous(), pack(in_tiles(seen & inside)).flatten(0, 3)))
 
 
 def _by_distance(
