@@ -5,6 +5,7 @@ from __future__ import annotations
 from fault import Fault
 from faults_derivatives import DERIVATIVES
 from faults_distributed import DISTRIBUTED
+from faults_flex import FLEX
 from faults_hopper import HOPPER
 from faults_masks import MASKS
 from faults_memory import MEMORY
@@ -743,5 +744,5 @@ FAULTS = [
         "NaN passes for a right answer",
         "tools/test_bench.py::test_a_wrong_answer_is_not_timed",
     ),
-    *MASKS, *DISTRIBUTED, *WINDOWS, *PACKED, *ONE_TILE, *MEMORY, *SDPA, *DERIVATIVES, *STATISTICS,
+    *MASKS, *DISTRIBUTED, *WINDOWS, *PACKED, *ONE_TILE, *MEMORY, *SDPA, *FLEX, *DERIVATIVES, *STATISTICS,
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ALONE = ("test_flash_attn", "test_evoformer", "test_sdpa_mode")
+ALONE = ("test_flash_attn", "test_flex", "test_evoformer", "test_sdpa_mode")
 TESTS = {path.name for path in Path(__file__).parent.glob("test_*.py") if not path.name.startswith(ALONE)}
 collect_ignore = [] if importlib.util.find_spec("transformers") is not None else sorted(TESTS)
 

@@ -14,7 +14,7 @@ _HINTS = {
     "attn_mask": _BIAS_OR_MASK,
     "attention_mask": _BIAS_OR_MASK,
     "attn_bias": _BIAS_OR_MASK,
-    "score_mod": _BIAS_OR_MASK,
+    "score_mod": f"{_BIAS_OR_MASK}; tilewise.integrations.flex.flex_attention takes a score_mod",
     "block_mask": "mask=, which takes a BlockMask as it is, and a tilewise.TileMask",
     "key_padding_mask": "mask=tokens[:, None, None, :], where tokens (B, N) is True at keys that are no padding",
     "is_causal": "causal=, aligned bottom-right; tilewise.scaled_dot_product_attention(is_causal=) is aligned top-left",
