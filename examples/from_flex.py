@@ -3,7 +3,7 @@
     python examples/from_flex.py
 
 The layer has a score_mod (a soft cap, then a learned bias by distance for each head, then ALiBi) and a BlockMask
-(documents, causal). What becomes of each:
+(documents, causal). `tilewise.integrations.flex` takes both as they are. What becomes of each, there and by hand:
 
     block_mask                          mask=, the same object; or causal=True and TileMask.documents, without mask_mod
     20 * tanh(score / 20)               softcap=20
@@ -28,6 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import tilewise
 from tilewise import TileMask
 from tilewise.bias import Alibi, RelativeBias, alibi, alibi_slopes
+from tilewise.integrations import flex
 from tilewise_tools.demo.example import Trial, draw_apart, parse, table
 
 WIDTH, HEADS, REACH, CAP = 64, 4, 16, 20.0
@@ -43,17 +44,20 @@ class Layer(nn.Module):
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
+    def score_mod(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        score = CAP * torch.tanh(score / CAP)
+        score = score + self.table[h, (kv_idx - q_idx).clamp(-REACH, REACH) + REACH]
+        return score - self.slopes[h] * (q_idx - kv_idx).abs()
+
     def before(self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
-        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            score = CAP * torch.tanh(score / CAP)
-            score = score + self.table[h, (kv_idx - q_idx).clamp(-REACH, REACH) + REACH]
-            return score - self.slopes[h] * (q_idx - kv_idx).abs()
-
         function = torch.compile(flex_attention) if q.is_cuda else flex_attention
-        return function(q, k, v, score_mod=score_mod, block_mask=block_mask)
+        return function(q, k, v, score_mod=self.score_mod, block_mask=block_mask)
 
-    def after(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | TileMask, causal: bool = False) -> Tensor:
-        return tilewise.attention(q, k, v, bias=self.bias(), softcap=CAP, mask=mask, causal=causal)
+    def after(self, q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+        return flex.flex_attention(q, k, v, score_mod=self.score_mod, block_mask=block_mask)
+
+    def by_hand(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> Tensor:
+        return tilewise.attention(q, k, v, bias=self.bias(), softcap=CAP, mask=mask, causal=True)
 
     def bias(self) -> tuple[RelativeBias, Alibi]:
         return RelativeBias(self.table[None, :, None], lo=-REACH, outside="clamp"), alibi(self.slopes)
@@ -104,8 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         apart[f"gradient of {name}"] = relative(ours, theirs)
     apart["output"] = relative(o, by_flex)
     # A mask by tiles that no mask_mod is asked for, and causal=True beside it.
-    by_tiles = layer.after(*parts, TileMask.documents(document), causal=True)
-    apart["output with TileMask.documents"] = relative(by_tiles, by_flex)
+    by_hand = layer.by_hand(*parts, TileMask.documents(document))
+    apart["output by hand, with TileMask.documents"] = relative(by_hand, by_flex)
     most = 1e-6 if on_cpu else 2e-3  # on a GPU products may be rounded to TF32
     print(f"largest difference, of the largest number; less than {most:.0e} is rounding:")
     for name, difference in apart.items():

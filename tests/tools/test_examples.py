@@ -78,7 +78,7 @@ def test_from_flex(run):
     apart, _ = run("from_flex", "--length 256")
     gradients = {f"gradient of {name}" for name in ("table", "slopes")}
     directions = {f"gradient of {name}, along a random direction" for name in "qkv"}
-    assert apart.keys() == {"output", "output with TileMask.documents", *gradients, *directions}
+    assert apart.keys() == {"output", "output by hand, with TileMask.documents", *gradients, *directions}
     assert max(apart.values()) < 1e-8
 
 
