@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -74,6 +75,7 @@ def processes(target: Callable[..., Any], size: int, store: Path, limit: float, 
 
 
 def _write(target: Callable[..., Any], rank: int, size: int, store: str, *arguments: Any) -> None:
+    gc.freeze()  # what the server has imported, which each collection would look through, and copy from its memory
     Path(f"{store}.{rank}").write_bytes(pickle.dumps(target(rank, size, store, *arguments)))
 
 
