@@ -421,9 +421,10 @@ def test_compiled_inside(name, compiler):
         assert counts() == (1, {}), mode
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-        if mode is tilewise.sdpa:  # without the mode it is compiled anew
-            torch.testing.assert_close(compiled(*qkv, bias), expected[0])
-            assert counts() == (0, {})
+        if mode is tilewise.sdpa:
+            if compiler == "aot_eager":  # without the mode it is compiled anew: Inductor writes the softmax in C++
+                torch.testing.assert_close(compiled(*qkv, bias), expected[0])
+                assert counts() == (0, {})
             torch._dynamo.reset()
 
 
