@@ -25,4 +25,5 @@ def test_cpu(backend, dtype, case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_triton(interpreter, case):
-    interpreter(hold_runs, case._replace(dtype=FLOAT), "triton")
+    few = {"runs": 2, "rows": 3, "N": min(case.N, 70)}  # two tiles of queries, and three of keys
+    interpreter(hold_runs, case._replace(dtype=FLOAT, **few), "triton")

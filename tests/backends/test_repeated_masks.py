@@ -12,9 +12,9 @@ FLOAT = torch.float32
 @pytest.mark.parametrize(
     "case",
     [
-        RepeatedCase("w1mn", planted=True, causal=True),
-        RepeatedCase("w11n", "whmn", dtype=FLOAT),
-        RepeatedCase("whmn", "1hmn", Hkv=1, deterministic=True),
+        RepeatedCase("w1mn", N=90, planted=True, causal=True),
+        RepeatedCase("w11n", "whmn", N=40, dtype=FLOAT),
+        RepeatedCase("whmn", "1hmn", N=90, Hkv=1, deterministic=True),
         RepeatedCase("w1m1", M=5, N=40),
     ],
     ids=str,

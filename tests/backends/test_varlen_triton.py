@@ -16,12 +16,16 @@ from tilewise import varlen_attention
 from tilewise.bias import RaggedBias
 
 HALF = torch.float16
+# More queries than keys, and fewer; some tiles.
+TILES = {
+    "TILES": Lengths((70, 0, 3, 40, 1), (33, 1, 0, 80, 64), past=1),
+    "FEW_TILES": Lengths((40, 0, 3, 20, 1), (17, 1, 0, 50, 33), past=1),
+}
 
 
 def run(lengths: str, bias: str | None, options: dict[str, Any]) -> None:
     """Hold lengths and a bias, by their names, to the error rule, in the interpreter's process."""
-    tiles = Lengths((70, 0, 3, 40, 1), (33, 1, 0, 80, 64), past=1)  # more queries than keys, and fewer; some tiles
-    found: Any = tiles if lengths == "TILES" else getattr(varlen_helpers, lengths)
+    found: Any = TILES[lengths] if lengths in TILES else getattr(varlen_helpers, lengths)
     generator = torch.Generator().manual_seed(2)
     if (shape := options.pop("mask_shape", None)) is not None:
         options["mask"] = torch.rand(shape, generator=generator) < 0.6
@@ -96,19 +100,20 @@ def clears_what_no_matrix_has() -> None:
     assert values.grad.isfinite().all()
 
 
-def clears_rows_that_no_sequence_has(D: int = 16) -> None:
+def clears_rows_that_no_sequence_has(D: int = 16, longest: int = 97) -> None:
     """Before the first sequence, past the last one, and of one past the longest that was named: 0, and their gradients
     too."""
-    cu, total = torch.tensor([3, 100, 220, 221]), 300
+    first, last = 3 + longest, 26 + 2 * longest  # where the second sequence begins, and the third
+    cu, total = torch.tensor([3, first, last, last + 1]), last + 80
     q, k, v = (torch.rand(total, 1, D, requires_grad=True) for _ in range(3))
     with poisoned_memory():
-        o, lse = varlen_attention(q, k, v, cu, cu, 97, 97, backend="triton", return_lse=True)
+        o, lse = varlen_attention(q, k, v, cu, cu, longest, longest, backend="triton", return_lse=True)
         o.square().sum().backward()
     own = torch.zeros(total, dtype=torch.bool)
-    own[3 : 100 + 97] = own[220] = True
+    own[3 : first + longest] = own[last] = True
     for x in (o, q.grad, k.grad, v.grad):
         assert x is not None
-        assert (x[:, 0] != 0).any(1)[:100][3:].all()
+        assert (x[:, 0] != 0).any(1)[:first][3:].all()
         assert (x[~own] == 0).all()  # and no NaN
         assert x.isfinite().all()
     assert (lse[0, ~own] == -float("inf")).all()

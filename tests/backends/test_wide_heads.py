@@ -25,12 +25,12 @@ from tilewise.spec.problem import Problem
 from tilewise.spec.score import Band, Score
 
 HALF, FLOAT = torch.float16, torch.float32
-WIDE = Case(B=1, H=1, M=37, N=70, D=512)
+WIDE = Case(B=1, H=1, M=20, N=40, D=512)  # two tiles of keys, and in the backward two of queries
 GROUPED = replace(WIDE, H=2, Hkv=1)
 FEW = Case(B=2, H=4, Hkv=2, M=3, N=70, D=512, grads="")
 CASES = [
     WIDE,
-    replace(WIDE, D=257, Dv=300, dtype=FLOAT, causal=True),
+    replace(WIDE, M=37, D=257, Dv=300, dtype=FLOAT, causal=True),
     replace(WIDE, D=264, bias="1hmn", causal=True),
     replace(WIDE, D=320, softcap=2.0, window=(20, 3)),
     replace(GROUPED, D=576, Dv=512, bias="bhmn", bias_dtype=FLOAT),
@@ -47,7 +47,7 @@ CASES = [
     replace(WIDE, mask="1hmn", bias="1hmn", planted=math.inf, grads="vb"),
 ]
 ORDERED = [
-    replace(WIDE, M=70, deterministic=True, bias="11mn", B=2, causal=True),
+    replace(WIDE, M=40, deterministic=True, bias="11mn", B=2, causal=True),
     replace(GROUPED, D=576, Dv=512, deterministic=True, bias="1h1n", dropout_p=0.2),
     replace(WIDE, D=264, Dv=320, deterministic=True, bias="11m1", mask="1hmn", planted=math.nan),
     replace(WIDE, D=512, Dv=64, deterministic=True, dtype=FLOAT, mask="b1mn", sink="h"),
@@ -112,16 +112,16 @@ def test_relative_positions(interpreter, case, terms):
 @pytest.mark.parametrize(
     ("lengths", "bias", "options"),
     [
-        ("TILES", None, {"causal": True, "dtype": HALF, "dims": (512, 512), "heads": (2, 1)}),
+        ("FEW_TILES", None, {"causal": True, "dtype": HALF, "dims": (512, 512), "heads": (2, 1)}),
         ("USED", "ragged", {"dims": (320, 264)}),
         ("USED", "query", {"dims": (576, 512)}),
         (
-            "TILES",
+            "FEW_TILES",
             "padded 11mn",
             {
                 "dims": (300, 64),
                 "heads": (2, 1),
-                "mask_shape": (5, 1, 70, 80),
+                "mask_shape": (5, 1, 40, 50),
                 "sink_shape": (2,),
                 "deterministic": True,
             },
@@ -134,7 +134,7 @@ def test_packed(interpreter, lengths, bias, options):
 
 
 def test_rows_that_no_sequence_has(interpreter):
-    interpreter(clears_rows_that_no_sequence_has, 512)
+    interpreter(clears_rows_that_no_sequence_has, 512, 33)
 
 
 @pytest.mark.parametrize("tiles", [False, True])
