@@ -26,6 +26,7 @@ import descriptor_lint
 import ledger
 import torch
 import wgmma_lint
+from garbage import collect_seldom
 from helpers import Case, rows_of
 from relative_helpers import Term
 from softmax_helpers import Case as SoftmaxCase
@@ -86,6 +87,7 @@ def start(triton_path: str | None, cache: str) -> None:
 
     from tilewise.backends.launch import launcher
 
+    collect_seldom()
     assert triton_path is None or Path(triton.__file__).is_relative_to(triton_path)
     warnings.simplefilter("error")  # as in the tests' own process: here a version says what the next will not have
 

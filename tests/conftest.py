@@ -9,6 +9,7 @@ from pathlib import Path
 import bytecode_written  # noqa: F401  (before torch)
 import pytest
 from durations import pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  (hooks)
+from garbage import collect_seldom
 
 # Child processes import the package of this checkout, installed or not.
 SOURCES = str(Path(__file__).parents[1] / "src")
@@ -24,7 +25,7 @@ def pytest_collection(session):
         return (yield)
     finally:
         gc.collect()
-        gc.freeze()
+        collect_seldom()
         gc.enable()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import bytecode_written  # noqa: F401  (before torch)
 import torch
+from garbage import collect_seldom
 from helpers import Case, Tensors
 from torch import Tensor
 
@@ -32,6 +33,7 @@ def start() -> None:
     import interpreter_speed  # which imports triton
 
     interpreter_speed.hurry()
+    collect_seldom()
 
 
 def call(function: Callable[..., Any] | str, *arguments: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import multiprocessing
 import os
 import pickle
@@ -15,6 +14,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from garbage import collect_seldom
 
 # Imports that take seconds; not the modules of tests, for a server does not find these before Python 3.14.
 # tilewise.api before DTensor, which its operators meet later.
@@ -75,7 +76,7 @@ def processes(target: Callable[..., Any], size: int, store: Path, limit: float, 
 
 
 def _write(target: Callable[..., Any], rank: int, size: int, store: str, *arguments: Any) -> None:
-    gc.freeze()  # what the server has imported, which each collection would look through, and copy from its memory
+    collect_seldom()  # a collection would copy the memory of what the server has imported
     Path(f"{store}.{rank}").write_bytes(pickle.dumps(target(rank, size, store, *arguments)))
 
 
