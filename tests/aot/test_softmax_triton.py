@@ -128,7 +128,7 @@ MORE = {("3.8", 90, "32k"): (100, 0), ("3.9", 90, "32k"): (156, 0), ("3.8", 90, 
     ("triton", "target", "name", "again"),
     [
         pytest.param(*run, again, id="{}-sm_{}-{}".format(*run))
-        for run, again in zip(RUNS, covering([(*run[:2], COMPILED[run[2]]) for run in RUNS]), strict=True)
+        for run, again in zip(RUNS, covering([(run[0], COMPILED[run[2]]) for run in RUNS]), strict=True)
     ],
 )
 def test_compiled_kernels(compilers, triton, target, name, again):
