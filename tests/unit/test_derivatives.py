@@ -357,8 +357,7 @@ COMPILED = {**WAYS, "reverse over reverse": gradient_of_gradient}  # autograd.gr
 
 
 @pytest.mark.parametrize("way", COMPILED)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled(way, backend):
+def test_compiled(way):
     torch._dynamo.reset()
     x = tensors(replace(BASE, bias="1hmn"))
     leaves = (x.q, x.k, x.v, x.bias)
@@ -370,7 +369,8 @@ def test_compiled(way, backend):
 
         return tuple(COMPILED[way](f, leaves, given))
 
-    torch.testing.assert_close(torch.compile(derivative, fullgraph=True, backend=backend)(*leaves), derivative(*leaves))
+    compiled = torch.compile(derivative, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*leaves), derivative(*leaves))
 
 
 def test_checkpoints():
