@@ -9,6 +9,6 @@ import training
 @pytest.mark.parametrize("kind", training.MODELS)
 def test_the_cpu_follows_the_reference(kind):
     """Both models are float32 outside the attention: their losses differ by little more than their own rounding."""
-    ours, exact = (training.losses(kind, training.through(backend), steps=30) for backend in ("cpu", "reference"))
-    assert exact[-1] < exact[0] - 0.8
+    ours, exact = (training.losses(kind, training.through(backend), steps=20) for backend in ("cpu", "reference"))
+    assert exact[-1] < exact[0] - 0.6
     assert (ours - exact).abs().max() < 5e-6
