@@ -86,6 +86,7 @@ def inside(module, package):
     return module == package or module.startswith(package + ".")
 
 
+@cache
 def package_of(module):
     """The innermost listed package that the module is in."""
     return max((package for package in FLOOR if inside(module, package)), key=len)
