@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 import torch.nn.functional as F
+from pairwise import pairwise
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -82,17 +83,19 @@ NAMES = {
 }
 
 
-@both
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", [None, "bool", "float", "hidden"])
-@pytest.mark.parametrize(("heads", "queries"), [(H, L), (2, S), (1, 20)])
-def test_values_and_gradients_are_pytorchs(heads, queries, kind, name, mode):
+@pytest.mark.parametrize(
+    ("sizes", "kind", "name", "mode"),
+    pairwise([(H, L), (2, S), (1, 20)], [None, "bool", "float", "hidden"], NAMES, MODES),
+    ids=str,
+)
+def test_values_and_gradients_are_pytorchs(sizes, kind, name, mode):
+    heads, queries = sizes
     qkv, mask = tensors(heads, queries), mask_of(kind, queries)
     options = {"enable_gqa": heads not in (1, H), "scale": 0.3} | ({"is_causal": True} if kind is None else {})
     leaves = [*qkv, *([mask] if kind == "float" else [])]
     call = lambda: NAMES[name](*qkv, attn_mask=mask, **options)  # noqa: E731
     expected = value_and_gradients(call, leaves)
-    with mode():
+    with MODES[mode]():
         found = value_and_gradients(call, leaves)
     assert counts() == (1, {})
     for a, b in zip(found, expected, strict=True):

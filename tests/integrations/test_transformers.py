@@ -28,6 +28,7 @@ from models import (
     run,
     tokens,
 )
+from pairwise import pairwise
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -181,9 +182,9 @@ def test_gemma4_beside_its_encoders(bidirectional, calls):
     assert our_tokens.tolist() == their_tokens.tolist()
 
 
-@pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("kind", [*DECODERS])
-@pytest.mark.parametrize("pieces", [(8, 5), (3, 4, 6), (12, 1)])
+@pytest.mark.parametrize(
+    ("kind", "side", "pieces"), pairwise(DECODERS, [None, "left"], [(8, 5), (3, 4, 6), (12, 1)]), ids=str
+)
 def test_a_prompt_in_pieces(kind, side, pieces, calls):
     """With a cache, M < N: what one forward gives for all positions, several give piece by piece."""
     model, mask = build(kind, "tilewise").eval(), padding(side)

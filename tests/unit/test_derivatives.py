@@ -10,6 +10,7 @@ import pytest
 import torch
 from derivative_helpers import WAYS, LargestTensor, gradient_of_gradient, no_lse, plain, tangents_like
 from helpers import Case, Tensors, dropout_mask, opcheck, tensors
+from pairwise import pairwise
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -90,9 +91,12 @@ CASES = [
 ]
 
 
-@each_way
-@pytest.mark.parametrize("changes", CASES, ids=lambda x: str(replace(BASE, **x)).partition("float64")[2] or "default")
-@pytest.mark.parametrize("backend", [None, "reference"])
+def words(value):
+    """For the name of a test: a case's changes, or whatever else."""
+    return str(replace(BASE, **value)).partition("float64")[2] or "default" if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize(("way", "changes", "backend"), pairwise(WAYS, CASES, [None, "reference"]), ids=words)
 def test_derivatives(way, changes, backend):
     check_case(way, replace(BASE, **changes), backend)
 
@@ -124,9 +128,7 @@ TERMS = {
 }  # fmt: skip
 
 
-@each_way
-@pytest.mark.parametrize("name", TERMS)
-@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize(("way", "name", "backend"), pairwise(WAYS, TERMS, [None, "reference"]), ids=str)
 def test_bias_terms(way, name, backend):
     x, shapes = tensors(BASE), []
     TERMS[name](lambda *shape: shapes.append(shape) or torch.randn(shape, dtype=DOUBLE))

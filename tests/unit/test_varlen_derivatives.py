@@ -9,6 +9,7 @@ import torch
 import varlen_biases
 from derivative_helpers import WAYS, no_lse, plain, tangents_like
 from helpers import DROPOUT_SEED, Case, Tensors, dropout_mask, tensors
+from pairwise import pairwise
 from varlen_helpers import DOUBLE, HKV, RUNS, SMALL, USED, Again, H, New, call, joined, sequence_calls
 from varlen_helpers import tensors as packed_tensors
 
@@ -65,9 +66,7 @@ def check(way, lengths, make=None, sink=None, backend=None, **options):
         torch.testing.assert_close(x, y)
 
 
-@each_way
-@pytest.mark.parametrize("name", BIASES)
-@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize(("way", "name", "backend"), pairwise(WAYS, BIASES, [None, "reference"]), ids=str)
 def test_biases(way, name, backend):
     check(way, USED, BIASES[name], backend=backend, causal=True)
 
