@@ -91,25 +91,10 @@ def _attend(state, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.constexp
         plain, _slope = score_tile(products, added, terms, False)
         unbiased = tl.maximum(unbiased, tl.max(tl.where(s == -float("inf"), -float("inf"), plain), 1))
 
-    # online softmax
-    m_new = tl.maximum(m_i, tl.max(s, 1))
-    base, exponent = m_new, terms.exponent
-    if c.BIAS:
-        far = FAR * (LOG2E / terms.exponent) if c.BIAS_FIRST else FAR  # in the units of the scores
-        # If all keys of a row have a bias of -1e9 or less, rounding of base · exponent changes p by any power of 2, up
-        # to an overflow. Such numbers are at least 16 apart, so exp(s - base) is 1 or nearly 0: an exponent of 1, which
-        # is exact, gives the same.
-        exponent = tl.where(tl.abs(base) > far, 1.0, exponent)
-    elif HIDES:  # a row without a visible key so far has m_new = -inf
-        base = tl.where(m_new == -float("inf"), 0.0, m_new)
-    # alpha from rounded products, as p subtracts them: exactly 1 while the maximum stays, and of one size with p
-    top = product(base, exponent)
-    alpha = tl.exp2(product(m_i, exponent) - top)
-    power = s * (exponent[:, None] if c.BIAS else exponent) - top[:, None]
-    p = tl.exp2(power)
+    p, m_new, alpha, power, fall = online_softmax(s, m_i, terms, HIDES, c)
     excess = state.excess
     if c.STATISTICS.ENTROPY:
-        fall = tl.maximum(product(m_i, exponent) - top, -256.0)  # 2^-256 is 0 in float32: a power of -inf gives 0 · inf
+        fall = tl.maximum(fall, -256.0)  # 2^-256 is 0 in float32, where a power of -inf would give 0 · inf
         if HIDES or c.BIAS:
             power = tl.maximum(power, -256.0)
         excess = alpha * (excess + l_i * fall) + tl.sum(p * power, 1)
@@ -126,30 +111,70 @@ def _attend(state, q_tile, x, words, at, terms, sizes, tile, MASKED: tl.constexp
     v_tile = read_rows(x.v, at.b, at.kv_head, n0, c.BLOCK_N, sizes.keys, "value", c.TMA, PARTIAL, sizes, c)
     if c.BY_BLOCKS:
         v_tile = load_block(v_tile, x.column, "value", sizes, c)
-    if CAREFUL:
-        finite = tl.abs(v_tile) < float("inf")
-        # a visible value that is not finite overflows the accumulator to infinity, a hidden one adds 0
-        marked = tl.where(finite, 0.0, 1e38).to(c.MARK)
-        weight = 1e38
-        if c.BIAS and MASKED:  # Triton 3.7 to 3.9 may fail on a select of two constants here
-            weight += terms.exponent * 0.0
-        acc = tl.dot(tl.where(visible, weight, 0.0).to(c.MARK), marked, acc)
-        v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)
-    acc = dot(p.to(v_tile.dtype), v_tile, acc, c)
+    if CAREFUL:  # noqa: SIM108  (a compile-time condition)
+        acc = add_finite(acc, p, v_tile, visible, MASKED, terms, c)
+    else:
+        acc = dot(p.to(v_tile.dtype), v_tile, acc, c)
     return RowState(acc, m_new, l_i, unbiased, excess)
 
 
 @triton.jit
-def _start(c):
-    """Return the initial `RowState`; with a bias m is finite, so no tile tests for -inf."""
+def online_softmax(s, m_i, terms, HIDES: tl.constexpr, c):
+    """Return P of a tile of scores relative to new row maxima, these, and alpha, the factor of earlier sums; and the
+    base-2 logarithms of P and alpha.
+
+    m_i: the maxima before. HIDES: some score may be -inf.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1))
+    base, exponent = m_new, terms.exponent
+    if c.BIAS:
+        far = FAR * (LOG2E / terms.exponent) if c.BIAS_FIRST else FAR  # in the units of the scores
+        # If all keys of a row have a bias of -1e9 or less, rounding of base · exponent changes p by any power of 2, up
+        # to an overflow. Such numbers are at least 16 apart, so exp(s - base) is 1 or nearly 0: an exponent of 1, which
+        # is exact, gives the same.
+        exponent = tl.where(tl.abs(base) > far, 1.0, exponent)
+    elif HIDES:  # a row without a visible key so far has m_new = -inf
+        base = tl.where(m_new == -float("inf"), 0.0, m_new)
+    # alpha from rounded products, as p subtracts them: exactly 1 while the maximum stays, and of one size with p
+    top = product(base, exponent)
+    fall = product(m_i, exponent) - top
+    alpha = tl.exp2(fall)
+    power = s * (exponent[:, None] if c.BIAS else exponent) - top[:, None]
+    return tl.exp2(power), m_new, alpha, power, fall
+
+
+@triton.jit
+def add_finite(acc, p, v_tile, visible, MASKED: tl.constexpr, terms, c):
+    """Return acc + P V with hidden values that are not finite as 0."""
+    finite = tl.abs(v_tile) < float("inf")
+    # a visible value that is not finite overflows the accumulator to infinity, a hidden one adds 0
+    marked = tl.where(finite, 0.0, 1e38).to(c.MARK)
+    weight = 1e38
+    if c.BIAS and MASKED:  # Triton 3.7 to 3.9 may fail on a select of two constants here
+        weight += terms.exponent * 0.0
+    acc = tl.dot(tl.where(visible, weight, 0.0).to(c.MARK), marked, acc)
+    v_tile = tl.where(finite, v_tile, 0.0).to(v_tile.dtype)
+    return dot(p.to(v_tile.dtype), v_tile, acc, c)
+
+
+@triton.jit
+def start_sums(c):
+    """Return the initial (acc, m_i, l_i); with a bias m_i is finite, so no tile tests for -inf."""
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
     m_i = tl.full([c.BLOCK_M], LOWEST if c.BIAS else -float("inf"), tl.float32)
+    return acc, m_i, tl.zeros([c.BLOCK_M], tl.float32)
+
+
+@triton.jit
+def _start(c):
+    """Return the initial `RowState`."""
+    acc, m_i, l_i = start_sums(c)
     unbiased, excess = 0, 0
     if c.STATISTICS.UNBIASED:
         unbiased = tl.full([c.BLOCK_M], -float("inf"), tl.float32)
     if c.STATISTICS.ENTROPY:
         excess = tl.zeros([c.BLOCK_M], tl.float32)
-    return RowState(acc, m_i, tl.zeros([c.BLOCK_M], tl.float32), unbiased, excess)
+    return RowState(acc, m_i, l_i, unbiased, excess)
 
 
 @triton.jit
@@ -279,9 +304,8 @@ def forward_kernel(q, k, v, bias, mask, sink, seed, parts, lists, lengths, o, o_
 
     if c.HIDES:
         # NaN fix-up: 0 · NaN = NaN, a hidden value that is not finite may have reached acc. Only then compute again.
-        spoilt = tl.max(
-            (tl.abs(state.acc) < float("inf")).to(tl.int32) ^ 1
-        )  # one reduction: sm_100 has no code for two
+        # One reduction: sm_100 has no code for two.
+        spoilt = tl.max((tl.abs(state.acc) < float("inf")).to(tl.int32) ^ 1)
         if spoilt != 0:
             state = _start(c)
             # Triton: LICM hoists a mask's loop-invariant values, which then spill; disable_licm keeps them in the loop.
