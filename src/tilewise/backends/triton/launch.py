@@ -180,8 +180,8 @@ class TritonForward:
     def __init__(self, problem: Problem, inputs: Inputs):
         q, k, v, bias, *_ = inputs
         self.problem = problem
-        tma = _uses_tma(problem, q, k, v)
-        config = forward_config(problem, bias is not None and _uses_tma(problem, bias), tma)
+        tma = uses_tma(problem, q, k, v)
+        config = forward_config(problem, bias is not None and uses_tma(problem, bias), tma)
         # A packed batch has neither pack_gqa nor splits.
         self._prepare(config if problem.totals is None else replace(config, pack_gqa=False), inputs)
 
@@ -189,7 +189,7 @@ class TritonForward:
         problem, (q, k, v, bias, mask, sink, parts, *_) = self.problem, inputs
         self.config = config
         self.other: TritonForward | None = None  # in less shared memory, see `smaller`
-        tma = _uses_tma(problem, k, v) if config.pack_gqa else _uses_tma(problem, q, k, v)
+        tma = uses_tma(problem, k, v) if config.pack_gqa else uses_tma(problem, q, k, v)
         shares = splits(problem, config)
         self.choices = ragged(problem, config)
         lists = problem.totals is None and lists_pay(problem, config)
@@ -201,12 +201,12 @@ class TritonForward:
         by_elements = comes_by_elements(problem, bias) and not config.pack_gqa
         statistics = problem.score.statistics
         first = bias_first(problem, by_elements) and not statistics.max_scores_unbiased
-        c = _compiled(
+        c = compiled_constants(
             problem, config, inputs, tma, columns(problem, tma), q, k, v, bias, mask, *flat_parts(parts),
             BIAS_FIRST=first, SPLIT=shares > 1, LISTS=lists, FETCH=by_elements and config.maxnreg is None,
             STATISTICS=StatisticsHow(*statistics),
         )  # fmt: skip
-        sizes = _sizes(problem, inputs)._replace(splits=shares)
+        sizes = problem_sizes(problem, inputs)._replace(splits=shares)
         o = target = empty_output(q, problem.value_dim, "meta")
         self.layout_o, o_low = (o.shape, o.stride()), empty_low_bits(o, problem)
         rows = rows_first(o)
@@ -234,7 +234,7 @@ class TritonForward:
             forward_kernel,
             forward_programs(problem, config, shares),
             (
-                *_input_layouts(inputs, config, c, tma),
+                *input_layouts(inputs, config, c, tma),
                 sink_layout(sink if shares == 1 else None),
                 POINTER,
                 parts_layout(parts),
@@ -304,7 +304,7 @@ class TritonBackward:
         self.problem, self.needs = problem, needs
         mended = empty_mended(outputs, cotangents.o)
         self.empty_mended = None if mended is None else allocation(mended, inputs.q.device)
-        config = backward_config(problem, _uses_tma(problem, *inputs[:3], cotangents.o if mended is None else mended))
+        config = backward_config(problem, uses_tma(problem, *inputs[:3], cotangents.o if mended is None else mended))
         self._prepare(config, inputs, outputs, cotangents)
 
     def _prepare(self, config: TritonConfig, inputs: Inputs, outputs: Outputs, cotangents: Outputs) -> None:
@@ -314,7 +314,7 @@ class TritonBackward:
         read_do = do if mended is None else mended
         self.config = config
         self.other: TritonBackward | None = None
-        tma = _uses_tma(problem, q, k, v, read_do)
+        tma = uses_tma(problem, q, k, v, read_do)
         block_m = config.block_m
         m_tiles, n_tiles = triton.cdiv(problem.queries, block_m), triton.cdiv(problem.keys, config.block_n)
         row_tiles, row_batch = m_tiles * problem.batch, problem.batch
@@ -353,10 +353,10 @@ class TritonBackward:
 
         by_elements = comes_by_elements(problem, bias)
         dbias_tma = (
-            dbias is not None and reduction in (BiasReduction.STORE, BiasReduction.ADD) and _uses_tma(problem, dbias)
+            dbias is not None and reduction in (BiasReduction.STORE, BiasReduction.ADD) and uses_tma(problem, dbias)
         )
         first = bias_first(problem)
-        c = _compiled(
+        c = compiled_constants(
             problem, config, inputs, tma, columns(problem, tma, forward=False),
             q, k, v, outputs.o, do, read_do, bias, mask, dq, dk, dv, dbias, *flat_parts(parts), *dparts.values(),
             flat=(by_elements or (INTERPRET and begins_anywhere(problem, bias))) and config.block_n % 32 == 0,
@@ -369,7 +369,7 @@ class TritonBackward:
             DPARTS=bool(given),
             WANT_Q=summed, WANT_K=needs.k, WANT_V=needs.v,
         )  # fmt: skip
-        sizes = _sizes(problem, inputs, padded)
+        sizes = problem_sizes(problem, inputs, padded)
         numbers = (kernel_terms(problem, inputs, first), sizes, c)
         dq_accum_layout: Any = POINTER
         if dq_accum is not None and c.DQ_TMA.value:
@@ -379,9 +379,9 @@ class TritonBackward:
         if dbias is not None and dbias_tma:
             dbias_layout = descriptor(dbias, block_m, config.block_n)
         stats_layout = _stats_layout(stats, block_m, tma)
-        *qkv, bias_layout, mask_layout = _input_layouts(inputs, config, c, tma)
+        *qkv, bias_layout, mask_layout = input_layouts(inputs, config, c, tma)
         rows = (
-            *qkv, _rows_layout(read_do, block_m, c.BLOCK_DV, tma), stats_layout, stats_layout, bias_layout, mask_layout,
+            *qkv, rows_layout(read_do, block_m, c.BLOCK_DV, tma), stats_layout, stats_layout, bias_layout, mask_layout,
             POINTER,
         )  # fmt: skip
         rows_of_queries = (*rows, parts_layout(parts))
@@ -546,7 +546,7 @@ def _meta(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
-def _sizes(problem: Problem, inputs: Inputs, padded_queries: int = 0) -> ProblemSizes:
+def problem_sizes(problem: Problem, inputs: Inputs, padded_queries: int = 0) -> ProblemSizes:
     p, lengths, bias = problem, inputs.lengths, inputs.bias
     sizes = ProblemSizes(p.batch, p.heads, p.group, p.queries, p.keys, p.head_dim, p.value_dim, padded_queries)
     if p.totals is None:
@@ -555,7 +555,7 @@ def _sizes(problem: Problem, inputs: Inputs, padded_queries: int = 0) -> Problem
     return sizes._replace(total_queries=p.totals[0], total_keys=p.totals[1], pairs=pairs)
 
 
-def _compiled(
+def compiled_constants(
     problem: Problem,
     config: TritonConfig,
     inputs: Inputs,
@@ -587,9 +587,9 @@ def _compiled(
         BIAS=is_added(problem),
         BIAS_TENSOR=problem.bias is not None,
         MASK=problem.mask is not None,
-        BIAS_HOW=_broadcast(inputs.bias, problem.bias, problem, config, "bias", flat),
+        BIAS_HOW=score_broadcast(inputs.bias, problem.bias, problem, config, "bias", flat),
         MASK_HOW=tile_how(problem, config.block_m, config.block_n, config.pack_gqa)
-        or _broadcast(inputs.mask, problem.mask, problem, config, "mask"),
+        or score_broadcast(inputs.mask, problem.mask, problem, config, "mask"),
         HIDES=not every_pair_alike(problem),
         ORDER=problem.raster_order.value,
         PRECISION=precision(problem),
@@ -610,7 +610,7 @@ def _compiled(
     return constants(values)
 
 
-def _uses_tma(problem: Problem, *tensors: Tensor) -> bool:
+def uses_tma(problem: Problem, *tensors: Tensor) -> bool:
     return (
         problem.capability is not None
         and problem.capability >= (9, 0)
@@ -619,18 +619,18 @@ def _uses_tma(problem: Problem, *tensors: Tensor) -> bool:
     )
 
 
-def _rows_layout(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
+def rows_layout(x: Tensor, block: int, cols: tl.constexpr, tma: bool) -> Any:
     """Return the layout of q, k, v or do."""
     return descriptor(x, block, cols.value) if tma else strided(x)
 
 
-def _input_layouts(inputs: Inputs, config: TritonConfig, c: Constexprs, tma: bool) -> tuple[Any, ...]:
+def input_layouts(inputs: Inputs, config: TritonConfig, c: Constexprs, tma: bool) -> tuple[Any, ...]:
     return (
-        _rows_layout(inputs.q, config.block_m, c.BLOCK_D, tma and not config.pack_gqa),
-        _rows_layout(inputs.k, config.block_n, c.BLOCK_D, tma),
-        _rows_layout(inputs.v, config.block_n, c.BLOCK_DV, tma),
-        _scores_layout(inputs.bias, c.BIAS_HOW, config),
-        tile_layout() if inputs.tiles is not None else _scores_layout(inputs.mask, c.MASK_HOW, config),
+        rows_layout(inputs.q, config.block_m, c.BLOCK_D, tma and not config.pack_gqa),
+        rows_layout(inputs.k, config.block_n, c.BLOCK_D, tma),
+        rows_layout(inputs.v, config.block_n, c.BLOCK_DV, tma),
+        scores_layout(inputs.bias, c.BIAS_HOW, config),
+        tile_layout() if inputs.tiles is not None else scores_layout(inputs.mask, c.MASK_HOW, config),
     )
 
 
@@ -642,22 +642,20 @@ def _stats_layout(x: Tensor, block: int, tma: bool) -> Any:
     return boxed(TensorDescriptor, x, x.stride(), [1, block])
 
 
-def _scores_layout(x: Tensor | None, how: Broadcast | None, config: TritonConfig) -> Any:
+def scores_layout(x: Tensor | None, how: Broadcast | None, config: TritonConfig) -> Any:
     """Return the layout of a bias or mask."""
     if x is not None and how is not None and how.TMA.value:
         return descriptor(x, config.block_m, config.block_n)
     return strided(x)
 
 
-def _broadcast(
+def score_broadcast(
     x: Tensor | None, operand: TensorSpec | None, problem: Problem, config: TritonConfig, name: str, flat: bool = False
 ) -> Broadcast | None:
     if x is None or operand is None:
         return None
     # With pack_gqa a tile's rows belong to several heads: read by pointers.
-    tma = (
-        operand.axes == BiasKind.MATRIX and not config.pack_gqa and x.dtype is not torch.bool and _uses_tma(problem, x)
-    )
+    tma = operand.axes == BiasKind.MATRIX and not config.pack_gqa and x.dtype is not torch.bool and uses_tma(problem, x)
     return _how(problem, name, operand, tma)._replace(FLAT=flat and operand.axes == BiasKind.MATRIX)
 
 
