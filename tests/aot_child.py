@@ -243,6 +243,24 @@ def compile_case(
     return [_report(launched, limit) for launched in _launched]
 
 
+def compile_tangents(case: Case, given: str = "qkvb") -> list[Kernel]:
+    """What Triton launches for the tangents of a case; given: the operands that have one, letters of "qkvbs"."""
+    from tilewise.backends import Outputs, empty_output
+    from tilewise.backends import triton as backend
+    from tilewise.backends.protocol import Tangents
+    from tilewise.backends.triton import config
+
+    torch.backends.cuda.matmul.allow_tf32 = False  # `compile_case` leaves its own
+    problem, inputs = _call(case)
+    names = {"q": "q", "k": "k", "v": "v", "b": "bias", "s": "sink"}
+    found = {names[letter]: torch.empty_like(getattr(inputs, names[letter])) for letter in given}
+    tangents = Tangents(**dict.fromkeys(("q", "k", "v", "bias")) | found)
+    outputs = Outputs(empty_output(inputs.q, case.value_dim), None)
+    _launched.clear()
+    backend.prepare["tangents"](problem, inputs, outputs, tangents)(inputs, outputs, tangents)
+    return [_report(launched, config.shared_memory(problem)) for launched in _launched]
+
+
 def compile_softmax(case: SoftmaxCase, processors: int) -> list[Kernel]:
     """Every kernel that a softmax and its backward launch on a device of so many multiprocessors."""
     from tilewise.ops.row_softmax import BiasLike, SoftmaxNeeds

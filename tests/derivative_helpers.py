@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from helpers import Case, Tensors, _of_heads, dropout_mask, kept_share, rows_of, visible
+from helpers import SLACK, Case, Tensors, _of_heads, dropout_mask, kept_share, rows_of, tensors, visible
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilewise import attention
 
 Function = Callable[..., tuple[Tensor, Tensor]]
 
@@ -37,7 +41,7 @@ def plain(case: Case, x: Tensors, added: Sequence[Tensor] = ()) -> tuple[Tensor,
     if case.dropout_p:
         p = torch.where(dropout_mask(case), p / (kept_share(case.dropout_p) or 1.0), 0.0)
     lse = total.log() + s.detach().amax(-1, keepdim=True)
-    return p @ _of_heads(x.v, case.H), lse.masked_fill(fully_masked, 0.0).squeeze(-1)
+    return p.to(x.v.dtype) @ _of_heads(x.v, case.H), lse.masked_fill(fully_masked, 0.0).squeeze(-1)
 
 
 def no_lse(outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -95,6 +99,54 @@ def gradient_of_gradient(function: Function, leaves: Sequence[Tensor], tangents:
         return sum((g * t).double().sum() for g, t in zip(grads, tangents, strict=True))
 
     return torch.func.grad(total, argnums=tuple(range(len(leaves))))(*leaves)
+
+
+def hold_tangents(
+    case: Case, given: str = "qkvbs", device: str = "cpu", backend: str | None = None, fused: bool = True
+) -> None:  # fmt: skip
+    """The tangents of o and the lse, of which ``given`` have one, by the rule of helpers.py: letters of "qkvbs".
+
+    Values planted in hidden keys are in their tangents too. fused: whether a kernel computes them.
+    """
+    names = [name for name in ("q", "k", "v", "bias", "sink") if name[0] in given]
+    x, clean = tensors(case, device), tensors(case, device, planted=False)
+    names = [name for name in names if getattr(x, name) is not None]
+    leaves, fair = ([getattr(y, name) for name in names] for y in (x, clean))
+    moved = tangents_like(fair)
+    planted = [torch.where(a.isnan() | (a != b), a, t) for a, b, t in zip(leaves, fair, moved, strict=True)]
+
+    def theirs(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        wide = leaves[0].dtype == torch.float64
+        others = [y.double() if wide and y is not None and y.is_floating_point() else y for y in clean]
+        return plain(case, Tensors(*others)._replace(**dict(zip(names, leaves, strict=True))))
+
+    with forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, leaves, planted)
+        y = x._replace(**dict(zip(names, duals, strict=True)))
+        terms = {"mask": y.mask, "sink": y.sink, "backend": backend, **case.terms}
+        with runs_kernel(fused):
+            outputs = no_lse(attention(y.q, y.k, y.v, bias=y.bias, return_lse=True, **terms))
+        found = [forward_ad.unpack_dual(z).tangent for z in outputs]
+    other = jvp(theirs, fair, moved)
+    exact = jvp(theirs, [z.double() for z in fair], [z.double() for z in moved])
+    for z, unfused, right in zip(found, other, exact, strict=True):
+        z = torch.zeros_like(unfused) if z is None else z
+        error, allowed = ((y.double() - right).abs().max() for y in (z, unfused))
+        assert error <= 2 * allowed + SLACK * right.abs().max(), f"{error:.3g}, of unfused torch {allowed:.3g}"
+
+
+@contextmanager
+def runs_kernel(expected: bool = True) -> Iterator[None]:
+    """Tangents are computed by Triton's kernel, or never are."""
+    from tilewise.backends.triton.tangents.launch import TritonTangents
+
+    call, found = TritonTangents.__call__, []
+    TritonTangents.__call__ = lambda self, *tensors: found.append(self) or call(self, *tensors)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TritonTangents.__call__ = call  # type: ignore[method-assign]
+    assert bool(found) == expected
 
 
 WAYS = {

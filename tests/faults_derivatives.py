@@ -5,6 +5,7 @@ from __future__ import annotations
 from fault import Fault
 
 DENSE, PACKED = "unit/test_derivatives.py::", "unit/test_varlen_derivatives.py::"
+KERNEL, TRITON = "tilewise/backends/triton/tangents/kernel.py", "backends/test_tangents_triton.py::"
 
 DERIVATIVES = [
     Fault(
@@ -75,5 +76,36 @@ DERIVATIVES = [
     Fault(
         "tilewise/backends/reference.py", "bend = -2 / problem", "bend = 2 / problem",
         "the reference's softcap bends the other way", f"{DENSE}test_derivatives",
+    ),
+    Fault(
+        KERNEL, "(sums.acc - sums.weight[:, None] * o_tile)", "sums.acc",
+        "the kernel keeps what all scores of a row have in common", f"{TRITON}test_lengths",
+    ),
+    Fault(
+        KERNEL, "acc, total = sums.acc * alpha[:, None],", "acc, total = sums.acc * 1.0,",
+        "the kernel does not move a sum to a new maximum", f"{TRITON}test_lengths",
+    ),
+    Fault(
+        KERNEL, "found *= slope", "pass", "the kernel passes a tangent through the softcap whole", f"{TRITON}test_terms",
+    ),
+    Fault(
+        KERNEL, "weight = weight * alpha + tl.sum(w.to(tl.float32), 1)", "weight = weight * alpha + tl.sum(moved, 1)",
+        "where a query sees one key, o moves", f"{TRITON}test_one_key",
+    ),
+    Fault(
+        KERNEL, "s_tangent = tl.where(visible, s_tangent, 0.0)", "pass", "NaN in a hidden key reaches the kernel's tangents",
+        f"{TRITON}test_hidden_keys_that_are_not_finite",
+    ),
+    Fault(
+        KERNEL, "shift, weight = shift + more, weight + more", "shift = shift + more",
+        "a sink's tangent moves the lse, not o", f"{TRITON}test_absent_tangents",
+    ),
+    Fault(
+        "tilewise/operator/dispatch.py", "layouts(*inputs.tensors(), *given, outputs.o), terms)", "layouts(*inputs.tensors()), terms)",
+        "a call without some tangent takes what is prepared for all", f"{TRITON}test_tangents_are_prepared_once",
+    ),
+    Fault(
+        "tilewise/operator/dispatch.py", "problem.empty or not alike or", "problem.empty or",
+        "a kernel gets tangents of another dtype", f"{TRITON}test_tangents_of_another_dtype",
     ),
 ]  # fmt: skip

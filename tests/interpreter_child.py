@@ -30,6 +30,7 @@ def start() -> None:
         warnings.filterwarnings(
             "ignore", message, RuntimeWarning, r"triton\.runtime\.interpreter|interpreter_speed|numpy\..*"
         )
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # by PyTorch's forward AD
     import interpreter_speed  # which imports triton
 
     interpreter_speed.hurry()

@@ -109,7 +109,7 @@ def attention(
 
     Returns:
         o (B, H, M, Dv) in q's dtype; with ``return_lse`` also lse (B, H, M), natural logarithm, sink included, float32
-        (float64 for float64 inputs). Both are differentiable, twice and in forward mode too (not fused yet). With
+        (float64 for float64 inputs). Both are differentiable, in forward mode and (not fused yet) twice too. With
         ``return_aux`` o and a `tilewise.AuxOutput`.
 
     Raises:

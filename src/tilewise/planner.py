@@ -19,6 +19,8 @@ ALIASES = {"oracle": "reference"}  # earlier names
 _MODULES = {"hopper": "gluon.sm90"}
 # Backend for the backward if a backend does not support it; a backward needs only o and the LSE of the forward.
 GRADIENTS = {"hopper": "triton"}
+# Backend with a kernel for the tangents; the tangents of other backends are `tilewise.derivatives`.
+TANGENTS = {"hopper": "triton", "triton": "triton"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,19 @@ class Plan:
     def backward(self) -> str:
         backend = self._without_statistics.backend
         return backend if self.backward_declined is None else GRADIENTS[backend]
+
+    @cached_property
+    def tangents_declined(self) -> str | None:
+        """Return why no kernel computes the tangents; None if that of `TANGENTS` does."""
+        name = TANGENTS.get(self.backend)
+        if name is None:
+            return f"{self.backend} has no kernel for tangents"
+        reason = backend_module(name).declines(self.problem, "tangents")
+        return None if reason is None else f"{name} {reason}"
+
+    @property
+    def tangents_module(self) -> Backend:
+        return backend_module(TANGENTS[self.backend])
 
     @property
     def module(self) -> Backend:

@@ -522,7 +522,34 @@ def test_explain_counts_them():
     found = explain(q, q, q, device="sm_90")
     assert found.tangent_flops == 2 * 2 * 64 * 64 * (3 * 32 + 3 * 32)
     assert found.second_flops == 2 * 2 * 64 * 64 * (10 * 32 + 6 * 32)
-    assert "not fused yet" in str(found)
+    assert "second derivatives: 8.39 MFLOP, tiles in PyTorch's operators, not fused yet" in str(found)
+
+
+def test_explain_says_which_way_tangents_take():
+    q = torch.empty(1, 2, 64, 32, dtype=torch.bfloat16, device="meta")
+    wide = torch.empty(1, 2, 64, 264, dtype=torch.bfloat16, device="meta")
+    unfused = "tiles in PyTorch's operators"
+    for x, device, terms, way in (
+        (q, "sm_90", {}, "in triton's kernel"),
+        (q, "sm_80", {"bias": torch.empty(1, 2, 64, 64, device="meta")}, "in triton's kernel"),
+        (q, "sm_90", {"dropout_p": 0.5}, f"{unfused}: triton has no kernel for tangents under dropout yet"),
+        (
+            q,
+            "sm_90",
+            {"bias": alibi(torch.ones(2, device="meta"))},
+            f"{unfused}: triton has no kernel for tangents with",
+        ),
+        (
+            wide,
+            "sm_90",
+            {},
+            f"{unfused}: triton computes the tangents of up to 256 dimensions in this dtype, not of 264",
+        ),
+        (wide[..., :136].float(), "sm_90", {}, f"{unfused}: triton computes the tangents of up to 128 dimensions"),
+        (q, "cpu", {}, f"{unfused}: cpu has no kernel for tangents"),
+    ):
+        text = str(explain(x, x, x, device=device, **terms))
+        assert f"FLOP, {way}" in text, text
 
 
 def test_flop_counter():

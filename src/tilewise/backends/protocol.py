@@ -17,7 +17,7 @@ from tilewise.spec.score import Band
 from tilewise.spec.seqlens import NO_LENGTHS, Lengths
 from tilewise.spec.table import SCORES, Axes, Maybe, rows_of
 
-Pass = Literal["forward", "backward"]
+Pass = Literal["forward", "backward", "tangents"]
 
 
 class Inputs(NamedTuple):
@@ -176,6 +176,7 @@ def resized_problem(problem: Problem, structure: Structure, lo: int | None, hi: 
 
 Forward = Callable[[Inputs], Outputs]
 Backward = Callable[[Inputs, Outputs, Outputs], Gradients]  # inputs, outputs, cotangents of the outputs
+JVP = Callable[[Inputs, Outputs, Tangents], Outputs]  # inputs, outputs, tangents of the inputs; those of the outputs
 
 
 class Backend(Protocol):
@@ -186,6 +187,7 @@ class Backend(Protocol):
 
         "forward":   (problem, inputs) -> `Forward`
         "backward":  (problem, inputs, outputs, cotangents, needs) -> `Backward`
+        "tangents":  (problem, inputs, outputs, tangents) -> `JVP`, of the backends in `tilewise.planner.TANGENTS`
 
     The returned function serves all tensors of equal shape, dtype, strides, device and address modulo 16; its caller
     caches it by these. Gradients that are not required are None. If the function has a true ``resizable``, its
@@ -201,6 +203,7 @@ class Backend(Protocol):
         """Return why the backend does not support the pass; None if it does.
 
         If it supports the forward but not the backward, `tilewise.planner.GRADIENTS` names the backend of the latter.
+        "tangents" is asked of the backends in `tilewise.planner.TANGENTS` alone.
         """
 
     def prefers(self, problem: Problem) -> str | None:

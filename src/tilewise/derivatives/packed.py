@@ -27,7 +27,7 @@ def tangents(
     """
     with _products(problem):
         if problem.totals is None:
-            return dense(problem, inputs.with_matrices(), _with_matrix(given))
+            return dense(problem, inputs.with_matrices(), with_matrix(given))
         o, lse = _zeros(problem, inputs)
         for x in dense_calls(problem, inputs):
             found_o, found_lse = dense(x.problem, x.inputs, _of(x, given))
@@ -48,7 +48,7 @@ def second(
     _check_order(problem, needs)
     with _products(problem):
         if problem.totals is None:
-            found = dense(problem, inputs.with_matrices(), _with_matrix(given), cotangents, needs)
+            found = dense(problem, inputs.with_matrices(), with_matrix(given), cotangents, needs)
             dbias = found.gradients.bias
             if dbias is None or inputs.bias is None:
                 return found
@@ -84,7 +84,8 @@ def _check_order(problem: Problem, needs: Needs) -> None:
             )
 
 
-def _with_matrix(given: Tangents) -> Tangents:
+def with_matrix(given: Tangents) -> Tangents:
+    """Return the tangents with that of a bias of runs as `Inputs.with_matrices` has the bias."""
     return given if given.bias is None or given.bias.dim() == 4 else given._replace(bias=given.bias.squeeze(1))
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tilewise.explanation.shared import Lines, dtype_name
 from tilewise.explanation.work import BACKWARD_PASSES, FORWARD_PASSES, TILE, Limits, MaskShare, TileShare, Work, _matrix
-from tilewise.planner import Plan
+from tilewise.planner import TANGENTS, Plan
 from tilewise.quantities import count, duration, number, percent, quantity
 from tilewise.spec.dropout import NUMBERS, weight
 from tilewise.spec.operands import PART_WORDS
@@ -144,8 +144,10 @@ def _lines(e: Explanation) -> Iterator[str]:
         *first, last = passes
         stored = f"{', '.join(first)} and {last}"
         yield f"  storing {stored} would add {quantity(work.unfused_bytes, 'B')} of traffic"
-    forward_mode, second = (quantity(x, "FLOP") for x in (e.tangent_flops, e.second_flops))
-    yield f"tangents: {forward_mode}; second derivatives: {second}; tiles in PyTorch's operators, not fused yet"
+    unfused, unsupported = "tiles in PyTorch's operators", e.plan.tangents_declined
+    way = f"in {TANGENTS[e.plan.backend]}'s kernel" if unsupported is None else f"{unfused}: {unsupported}"
+    yield f"tangents: {quantity(e.tangent_flops, 'FLOP')}, {way}"
+    yield f"second derivatives: {quantity(e.second_flops, 'FLOP')}, {unfused}, not fused yet"
     if e.limits is None:
         where = "this CPU's speed is not measured" if p.capability is None else "unknown for this GPU and dtype"
         yield f"limits: {where}; with limits=(FLOP/s, bytes/s) the bound and the least time are shown"

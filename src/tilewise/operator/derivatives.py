@@ -3,7 +3,7 @@
 With o, L = f(x), J the Jacobian of f, and ⟨w, f⟩ = ⟨do, o⟩ + ⟨dlse, L⟩:
 
     attention_backward    (w, x) -> Jᵀw                         by the backend's kernels
-    attention_tangents    (x, u) -> J u                         `tilewise.derivatives`
+    attention_tangents    (x, u) -> J u                         a backend's kernel, or `tilewise.derivatives`
     attention_second      (w, x, u) -> (∇²⟨w, f⟩) u, J u        `tilewise.derivatives`
 
 The derivatives of the first two are sums of the three: ⟨u, Jᵀw⟩ = ⟨w, J u⟩ has the gradients ∇²⟨w, f⟩ u by x, J u by w
@@ -12,7 +12,7 @@ and Jᵀw by u; the tangent of Jᵀw is ∇²⟨w, f⟩ dx + Jᵀdw.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,9 @@ from tilewise.backends import INPUT_NAMES, Gradients, Inputs, Needs, Outputs, em
 from tilewise.backends.protocol import Tangents
 from tilewise.derivatives import packed
 from tilewise.operator.custom_op import Operator, fake_gradients_like, gradients_like
-from tilewise.operator.dispatch import Forward, backward_of, describe
+from tilewise.operator.dispatch import Forward, backward_of, derivatives_of, describe, tangents_of
 from tilewise.operator.views import with_rows, without_rows
 from tilewise.planner import make_plan
-from tilewise.spec.problem import Problem
 from tilewise.spec.score import ScoreNumbers
 
 
@@ -126,15 +125,10 @@ def _backward_fake(
     return fake_gradients_like(inputs.differentiable(), wanted.needs, inputs.q)
 
 
-def _described(inputs: Inputs, terms: ScoreNumbers) -> tuple[Problem, Mapping[Any, Any]]:
-    """Return the Problem of a call, and what its backend has instead of `packed.tangents` and `packed.second`."""
-    problem = describe(inputs, terms)
-    return problem, getattr(make_plan(problem, terms.backend).module, "derivatives", {})
-
-
 def _tangents(inputs: Inputs, given: Any, saved: _Saved, terms: ScoreNumbers) -> tuple[Tensor, Tensor]:
-    problem, passes = _described(inputs, terms)
-    o, lse = passes.get("tangents", packed.tangents)(problem, inputs, Tangents(*given))
+    outputs, given = Outputs(saved.o, saved.lse), Tangents(*given)
+    o, lse, _ = tangents_of(inputs, outputs, given, terms)(inputs, outputs, given)
+    assert lse is not None
     return o, lse.to(operator_lse_dtype(inputs))
 
 
@@ -146,12 +140,11 @@ def _tangents_fake(inputs: Inputs, given: Any, saved: _Saved, terms: ScoreNumber
 def _second(
     cotangents: _Cotangents, inputs: Inputs, given: Any, terms: ScoreNumbers, wanted: _Wanted
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    problem, passes = _described(inputs, terms)
+    problem = describe(inputs, terms)
     do, dlse = cotangents
     do = empty_output(inputs.q, inputs.v.shape[3]).zero_() if do is None else do
-    found = passes.get("second", packed.second)(
-        problem, inputs, Tangents(*given), Outputs(do, dlse), Needs(*wanted.needs)
-    )
+    second = derivatives_of(make_plan(problem, terms.backend)).get("second", packed.second)
+    found = second(problem, inputs, Tangents(*given), Outputs(do, dlse), Needs(*wanted.needs))
     grads = gradients_like(inputs.differentiable(), found.gradients, inputs.q)
     return *grads, found.o, found.lse.to(operator_lse_dtype(inputs))
 

@@ -6,6 +6,7 @@ call is one lookup.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,9 @@ from tilewise.backends import (
     lse_dtype,
     sink_gradient,
 )
-from tilewise.backends.protocol import Backward, Forward, Gradients, Inputs, Needs, Outputs
+from tilewise.backends.protocol import JVP, Backward, Forward, Gradients, Inputs, Needs, Outputs, Tangents
 from tilewise.cache import calls
+from tilewise.derivatives import packed
 from tilewise.operator.structure import Layout, Structure, Variants, layouts, restored_layouts, structure_of, terms_key
 from tilewise.operator.views import with_rows, without_rows
 from tilewise.planner import Plan, make_plan
@@ -122,6 +124,22 @@ def backward_of(
     return run
 
 
+def tangents_of(inputs: Inputs, outputs: Outputs, given: Tangents, terms: ScoreNumbers) -> JVP:
+    """Return the prepared tangents for tensors of this layout: a backend's kernel, else `packed.tangents`."""
+    key = ("tangents", layouts(*inputs.tensors(), *given, outputs.o), terms)
+    run: JVP | None = calls.get(key)
+    if run is None:
+        problem = describe(inputs, terms)
+        run = calls.put(key, _prepare_tangents(make_plan(problem, terms.backend), inputs, outputs, given))
+    return run
+
+
+def derivatives_of(plan: Plan) -> Mapping[str, Any]:
+    """Return what a backend has instead of `packed.tangents` and `packed.second`."""
+    found: Mapping[str, Any] = getattr(plan.module, "derivatives", {})
+    return found
+
+
 def _for_rows(run: Backward) -> Backward:
     """Return a backward for the caller's shapes of a packed batch."""
     if getattr(run, "takes_rows", False):
@@ -152,6 +170,20 @@ def _like_inputs(found: Gradients, inputs: Inputs) -> Gradients:
     if found.bias is None or inputs.bias is None or inputs.bias.dim() != 5:
         return found
     return found._replace(bias=found.bias.unsqueeze(1))
+
+
+def _prepare_tangents(plan: Plan, inputs: Inputs, outputs: Outputs, given: Tangents) -> JVP:
+    problem = plan.problem
+    pairs = zip(given, inputs.differentiable(), strict=True)
+    alike = all(x is None or y is None or x.dtype == y.dtype for x, y in pairs)  # PyTorch allows other dtypes
+    if problem.empty or not alike or plan.tangents_declined is not None:
+        compute = derivatives_of(plan).get("tangents", packed.tangents)
+        return lambda inputs, outputs, given: Outputs(*compute(problem, inputs, given))
+    make = plan.tangents_module.prepare["tangents"]
+    run: JVP = make(problem, inputs.with_matrices(), outputs, packed.with_matrix(given))
+    if not _repeats(inputs):
+        return run
+    return lambda inputs, outputs, given: run(inputs.with_matrices(), outputs, packed.with_matrix(given))
 
 
 def _empty_forward(problem: Problem, inputs: Inputs) -> Outputs:

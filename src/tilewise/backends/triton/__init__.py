@@ -1,4 +1,4 @@
-"""Portable Triton kernels, forward and backward, for NVIDIA GPUs of compute capability 8.0 and later.
+"""Portable Triton kernels, forward, backward and tangents, for NVIDIA GPUs of compute capability 8.0 and later.
 
 This module imports triton only to run or describe a problem: the plan calls `declines` on machines without triton.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tilewise.backends import declines_gpu, float32_precision, has_triton
-from tilewise.backends.protocol import Backward, Forward, Inputs, Needs, Outputs, Pass
+from tilewise.backends.protocol import JVP, Backward, Forward, Inputs, Needs, Outputs, Pass, Tangents
 from tilewise.backends.short_sequences import fit_tiles
 from tilewise.backends.triton.one_tile.config import tiles as one_tile_tiles
 from tilewise.quantities import count, number
@@ -40,6 +40,20 @@ def declines(problem: Problem, work: Pass = "forward") -> str | None:
         return "reads a sink in float16, bfloat16 or float32, not float64"
     if interpreted and problem.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 products wrongly"
+    return _declines_tangents(problem) if work == "tangents" else None
+
+
+def _declines_tangents(problem: Problem) -> str | None:
+    if problem.totals is not None:
+        return "has no kernel for the tangents of a packed batch yet"
+    if problem.score.dropout:
+        return "has no kernel for tangents under dropout yet"
+    if problem.parts is not None:
+        words = [PART_WORDS[name] for name, _ in problem.parts.named()]
+        return f"has no kernel for tangents with {' and '.join(words)} yet"
+    dim, most = max(problem.head_dim, problem.value_dim), 128 if problem.dtype.itemsize == 4 else 256
+    if dim > most:
+        return f"computes the tangents of up to {most} dimensions in this dtype, not of {dim}"
     return None
 
 
@@ -90,7 +104,17 @@ def _prepare_backward(
     return make(problem, inputs, outputs, cotangents, needs)
 
 
-prepare = {"forward": _prepare_forward, "backward": _prepare_backward}
+def _prepare_tangents(
+    problem: Problem, inputs: Inputs, outputs: Outputs, given: Tangents
+) -> JVP:  # fmt: skip
+    from tilewise.backends.triton.tangents.launch import TritonTangents
+
+    if problem.dtype == torch.float32:
+        return _ByPrecision(lambda *tensors: TritonTangents(problem, *tensors))
+    return TritonTangents(problem, inputs, outputs, given)
+
+
+prepare = {"forward": _prepare_forward, "backward": _prepare_backward, "tangents": _prepare_tangents}
 
 
 class _ByPrecision:

@@ -329,6 +329,35 @@ def _backward_by_blocks(problem: Problem, tma: bool) -> TritonConfig:
     return TritonConfig(64, 64, 8, 3, dq_tma=True) if tma else TritonConfig(64, 32, 8, 2)
 
 
+def tangents_config(problem: Problem, pair_bytes: int) -> TritonConfig:
+    """Return the config of the tangents' kernel, with the most stages of up to three that fit shared memory.
+
+    pair_bytes: of a score's bias and its tangent, 0 unless matrices. Tiles are smaller than the forward's: there are
+    those of the tangents beside them, and two of scores in registers. Only the pass past values that are not finite
+    spills up to 128 dimensions. ptxas 12.8: with a mask and a bias it serializes wgmma over 32 keys.
+    """
+    d, size = max(padded(problem.head_dim), padded(problem.value_dim)), problem.dtype.itemsize
+    capacity, mask = shared_memory(problem), 0 if problem.mask is None else 2 * problem.mask.matrix_itemsize
+    large = capacity >= 200 * 1024 and size == 2
+    if size == 4:
+        block_m, block_n, warps = 32 if d <= 64 else 16, 16, 4
+    elif d > 128 and (not large or _blackwell(problem)):
+        block_m, block_n, warps = 32, 16, 8
+    elif not large:
+        block_m, block_n, warps = 64 if d <= 64 else 32, 32, 4
+    elif d > 128:
+        block_m, block_n, warps = 64, 32 if pair_bytes < 8 else 16, 4
+    elif d <= 64 or _blackwell(problem) or (mask and pair_bytes):
+        block_m, block_n, warps = 64, 64, 4
+    else:
+        block_m, block_n, warps = 128, 32 if pair_bytes else 64, 8
+    rows, stage = block_m * (2 * d * size + block_n * mask) + 1024, block_n * (4 * d * size + block_m * pair_bytes)
+    stages = (capacity - rows) // stage
+    if large and d <= 64 and (capacity // 2 - rows) // stage >= 2:  # two programs share a multiprocessor
+        stages = (capacity // 2 - rows) // stage
+    return TritonConfig(block_m, block_n, warps, min(max(stages, 1), 3))
+
+
 def every_pair_alike(problem: Problem) -> bool:
     """True if the problem has no bias, mask or window: tiles take registers for the products only."""
     return problem.bias is None and problem.parts is None and problem.mask is None and problem.score.band.unlimited

@@ -1,0 +1,1 @@
+"""Tangents (JVP) of o and the LSE in one kernel."""
