@@ -23,6 +23,9 @@ RUNS = [
     ("3.6.0", 90, replace(USUAL, D=64, bias="b11n", sink="h", softcap=20.0, window=(512, 0)), "vbs", 8),
     ("3.6.0", 90, replace(USUAL, D=128, bias="1hmn", mask="b1mn"), "qkvb", 56),
     ("installed", 90, replace(USUAL, D=256), "qkv", 0),
+    # beside narrow values, see descriptor_lint.py
+    ("3.6.0", 90, replace(USUAL, D=128, Dv=32, mask="b11n"), "qkv", 0),
+    ("installed", 90, replace(USUAL, D=128, Dv=32, layout="sliced", causal=True), "qkv", 0),
     ("installed", 80, replace(USUAL, D=128, causal=True, bias="1hmn"), "qkvb", 8),
     ("installed", 100, replace(USUAL, D=128, causal=True, bias="1hmn"), "qkvb", 64),
 ]
