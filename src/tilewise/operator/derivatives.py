@@ -127,7 +127,7 @@ def _backward_fake(
 
 def _tangents(inputs: Inputs, given: Any, saved: _Saved, terms: ScoreNumbers) -> tuple[Tensor, Tensor]:
     outputs, given = Outputs(saved.o, saved.lse), Tangents(*given)
-    o, lse, _ = tangents_of(inputs, outputs, given, terms)(inputs, outputs, given)
+    o, lse, *_ = tangents_of(inputs, outputs, given, terms)(inputs, outputs, given)
     assert lse is not None
     return o, lse.to(operator_lse_dtype(inputs))
 
