@@ -259,6 +259,17 @@ MASK_MODS = {
 }
 
 
+def test_the_largest_scores():
+    """By the formula: PyTorch's function has them on a GPU alone."""
+    c, (q, k, v) = Captured(S, S), operands(S, S)
+    distance = torch.arange(S) - torch.arange(S)[:, None]
+    request = AuxRequest(lse=True, max_scores=True)
+    _, aux = flex_attention(q, k, v, lambda s, b, h, i, j: 2.0 * s + c.slopes[h] * (j - i), return_aux=request)
+    scores = 2.0 * (q @ k.mT) / q.shape[-1] ** 0.5 + c.slopes[:, None, None] * distance
+    close(aux.max_scores, scores.amax(-1))
+    close(aux.lse, scores.logsumexp(-1))
+
+
 @pytest.mark.parametrize("block", [16, (32, 128), 96])
 @pytest.mark.parametrize("name", MASK_MODS)
 def test_block_masks(name, block):
@@ -268,10 +279,9 @@ def test_block_masks(name, block):
     def score_mod(s, b, h, q, k):
         return torch.where(k != 5, torch.tanh(s) + c.slopes[h] * (k - q), -INF)
 
-    o, aux = flex_attention(*qkv, score_mod, mask, return_aux=AuxRequest(lse=True))
-    by_torch, theirs = torch_flex.flex_attention(
-        *(x.detach() for x in qkv), score_mod, mask, return_aux=AuxRequest(lse=True)
-    )
+    request = AuxRequest(lse=True)
+    o, aux = flex_attention(*qkv, score_mod, mask, return_aux=request)
+    by_torch, theirs = torch_flex.flex_attention(*(x.detach() for x in qkv), score_mod, mask, return_aux=request)
     close(o, by_torch)
     close(aux.lse, theirs.lse)
     do = torch.randn_like(o)
@@ -498,8 +508,8 @@ def test_a_condition_beside_a_block_mask():
         ({"enable_gqa": 1}, TypeError, r"^enable_gqa: "),
         ({"return_lse": None}, TypeError, r"^return_lse: "),
         ({"scale": -1.0}, ValueError, r"^scale: "),
-        ({"return_aux": AuxRequest(max_scores=True)}, NotImplementedError, r"^return_aux: max_scores are not computed"),
-        ({"return_aux": AuxRequest(lse=True), "return_lse": True}, ValueError, r"^return_lse: got True beside"),
+        ({"return_aux": True}, TypeError, r"^return_aux: expected a tilewise.AuxRequest"),
+        ({"return_aux": AuxRequest(lse=True), "return_lse": True}, ValueError, r"^return_lse: with return_aux ask for"),
         (
             {"score_mod": lambda s, b, h, q, k: s + torch.zeros(4, 8)[q, k]}, ValueError,
             r"^score_mod: tensor\(4, 8\)\[q_idx, kv_idx\] reads 8 entries of axis 0, which has 4",

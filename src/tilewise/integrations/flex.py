@@ -62,15 +62,14 @@ def flex_attention(
         enable_gqa: allows Hkv to be a divisor of H.
         return_lse: if True, also return the log-sum-exp (B, H, M), float32 (float64 for float64).
         kernel_options: tunes FlexAttention's kernels; not read.
-        return_aux: an AuxRequest; its max_scores must be False.
+        return_aux: an AuxRequest, of the lse and of max_scores, the largest score that each query sees.
 
     Returns:
         o (B, H, M, Dv); with ``return_lse`` ``(o, lse)``; with ``return_aux`` ``(o, AuxOutput)``.
 
     Raises:
         NotImplementedError: naming the operation of score_mod that no argument computes, and what to write instead; a
-            condition of queries and keys beside ``block_mask``; max_scores. Under torch.compile the compiler's error
-            quotes it.
+            condition of queries and keys beside ``block_mask``. Under torch.compile the compiler's error quotes it.
         ValueError, TypeError: naming the argument, what was passed and what is allowed.
 
     Examples:
@@ -95,20 +94,16 @@ def flex_attention(
         )
     if block_mask is not None and not isinstance(block_mask, TileMask) and not is_block_mask(block_mask):
         raise TypeError(f"block_mask: expected a BlockMask, a TileMask or None, got {type(block_mask).__name__}")
-    if return_aux is not None and (return_lse or return_aux.max_scores):
-        if return_lse:
-            raise ValueError("return_lse: got True beside return_aux; pass AuxRequest(lse=True) alone")
-        raise NotImplementedError("return_aux: max_scores are not computed; pass AuxRequest(lse=True)")
     options: dict[str, Any] = {"mask": block_mask, "scale": scale}
     if score_mod is not None and query.shape[2] > 0 and key.shape[2] > 0:
         options |= _arguments(score_mod, query, key, block_mask, scale)
-    with_lse = return_lse if return_aux is None else return_aux.lse
-    found = attention(query, key, value, **options, return_lse=with_lse)
+    found = attention(query, key, value, **options, return_lse=return_lse, return_aux=return_aux)
     if return_aux is None:
         return found
     from torch.nn.attention.flex_attention import AuxOutput
 
-    return (found[0], AuxOutput(lse=found[1])) if with_lse else (found, AuxOutput())
+    o, aux = found
+    return o, AuxOutput(lse=aux.lse, max_scores=aux.max_scores)
 
 
 def _arguments(score_mod: ScoreMod, query: Tensor, key: Tensor, block_mask: Any, scale: float | None) -> dict[str, Any]:
