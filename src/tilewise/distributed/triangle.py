@@ -21,6 +21,7 @@ from tilewise.distributed.agreement import Description, settled
 from tilewise.distributed.autograd import gather, to_heads
 from tilewise.distributed.layout import Ranks
 from tilewise.spec.checks import DTYPES, broadcasts, check_flag, check_qkv
+from tilewise.spec.statistics import AuxRequest
 from tilewise.spec.tensors import check_tensor, is_dtensor
 
 FUNCTION = "triangle_attention"
@@ -54,7 +55,7 @@ def triangle_attention(
         validate: see `tilewise.distributed.context_parallel_attention`.
 
     Returns:
-        (B, N / ranks, H, Q, Dv), of this rank's rows, also if q has no B; with ``return_aux`` ``(out, lse, None)``.
+        (B, N / ranks, H, Q, Dv), of this rank's rows, also if q has no B; with ``return_aux`` ``(out, lse, max)``.
 
     Each rank holds the whole bias, (B, 1, H, Q, K), and in the backward its gradient. With B above 1 this is B local
     calls. Under `torch.compile` it is a graph break.
@@ -113,8 +114,11 @@ def _run(
     whole = gather(bias, ranks, bias.dim() - 2)
     seen = mask if mask is None or mask.dtype == torch.bool else mask != 0
     q, k, v = (x if x.dim() == 5 else x[None] for x in qkv)
-    found = attention(q, k, v, bias=whole, mask=seen, scale=scale, return_lse=return_aux)
-    return (*found, None) if return_aux else found
+    if not return_aux:
+        return attention(q, k, v, bias=whole, mask=seen, scale=scale)
+    request = AuxRequest(lse=True, max_scores=True)
+    o, aux = attention(q, k, v, bias=whole, mask=seen, scale=scale, return_aux=request)
+    return o, aux.lse, aux.max_scores
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None, ranks: Ranks) -> None:
