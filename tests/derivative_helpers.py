@@ -39,7 +39,7 @@ def plain(case: Case, x: Tensors, added: Sequence[Tensor] = ()) -> tuple[Tensor,
     total = total.masked_fill(fully_masked, 1.0)
     p = (e / total)[..., : case.N]
     if case.dropout_p:
-        p = torch.where(dropout_mask(case), p / (kept_share(case.dropout_p) or 1.0), 0.0)
+        p = torch.where(dropout_mask(case).to(p.device), p / (kept_share(case.dropout_p) or 1.0), 0.0)
     lse = total.log() + s.detach().amax(-1, keepdim=True)
     return p.to(x.v.dtype) @ _of_heads(x.v, case.H), lse.masked_fill(fully_masked, 0.0).squeeze(-1)
 

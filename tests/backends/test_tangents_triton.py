@@ -193,7 +193,7 @@ def strides() -> None:
 
     x = tensors(replace(SMALL, bias="1hmn", sink="h"))
     inputs, terms = Inputs(*x[:4], None, rows_of(x.sink)), ScoreNumbers.of(Score.of(Band(), 16), False, "auto")
-    o, lse, _ = forward_of(inputs, terms)(inputs)
+    o, lse, *_ = forward_of(inputs, terms)(inputs)
     given = Tangents(*tangents_like([*x[:4], inputs.sink]))
     others = Tangents(*[None if t is None else t.mT.contiguous().mT for t in given])
     expanded = others._replace(q=torch.ones(1, dtype=HALF).expand_as(x.q))
