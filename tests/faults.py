@@ -331,7 +331,7 @@ FAULTS = [
         "backends/test_triton_interpreter.py::test_lengths",
     ),
     Fault(
-        "tilewise/backends/triton/forward.py", "base + tl.log2(total) * LN2", "base + tl.log2(total)",
+        "tilewise/backends/triton/forward.py", "query, base + tl.log2(total) * LN2", "query, base + tl.log2(total)",
         "a part of the LSE of a split forward is in base 2",
         "backends/test_triton_interpreter.py::test_few_queries",
     ),

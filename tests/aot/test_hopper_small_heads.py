@@ -170,7 +170,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
     more = "accumulator finish tma tma_store warpgroup_mma times_v"
     for name in (*names.split(), *more.split()):
         monkeypatch.setattr(small_heads_kernel, name, MagicMock())
-    small_heads_kernel.online_softmax.return_value = (0, 0, 0, 0)
+    small_heads_kernel.online_softmax.return_value = (0, 0, 0, 0, 0, 0)
 
     def work_tile_at(t, *_):
         return SimpleNamespace(seq=MagicMock(), b=0, h=t, row0=0, count=keys, last=keys - 1)
@@ -224,7 +224,7 @@ def test_tiles_are_handed_on(monkeypatch, keys, tiles, cut):
 
     threads = [threading.Thread(target=role, args=(small_heads_kernel.load.fn, MagicMock(), sizes, c), name="load")]
     for w in range(2):
-        arguments = (small_heads_kernel.compute.fn, None, MagicMock(), sizes, c, w)
+        arguments = (small_heads_kernel.compute.fn, MagicMock(), MagicMock(), sizes, c, w)
         threads.append(threading.Thread(target=role, args=arguments, name=str(w)))
     for thread in threads:
         thread.start()

@@ -31,9 +31,9 @@ def test_compiled_kernels(compilers, triton, case, tiles, spills):
             assert kernel.instructions["wgmma"]
 
 
-# Bytes that may spill with Triton 3.6, 3.7, 3.8 and 3.9.
+# Bytes that may spill with Triton 3.6, 3.7, 3.8 and 3.9: of the second, four and eight from one line table to another.
 FORWARDS = [
-    ("installed", USUAL, "bits 128", (0, 4, 0, 4)),
+    ("installed", USUAL, "bits 128", (0, 8, 0, 4)),
     ("3.6.0", dataclasses.replace(USUAL, mask="b1mn", layout="sliced"), "", (232, 324, 264, 372)),
 ]
 

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tilewise.backends.kernels.score import LOG2E
+
 LN2 = tl.constexpr(0.6931471805599453)
-_LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E = tl.constexpr(LOG2E)
 
 
 class RowResults(NamedTuple):
@@ -40,7 +42,7 @@ def entropy_of(top, l_i, excess, lse2, sink):
     entropy = tl.where(seen, tl.log2(l_i) - excess / tl.where(seen, l_i, 1.0), 0.0)
     if sink is not None:
         below = (lse2 - top.to(tl.float64)).to(tl.float32) - tl.log2(l_i)
-        sink_below = (lse2 - sink.to(tl.float64) * _LOG2E).to(tl.float32)
+        sink_below = (lse2 - sink.to(tl.float64) * _LOG2E).to(tl.float32)  # as `with_sink` has it: 0 without keys
         entropy = tl.exp2(-below) * (entropy + tl.minimum(below, 256.0))
         entropy += tl.exp2(-sink_below) * tl.minimum(sink_below, 256.0)
         entropy = tl.where(lse2 == -float("inf"), 0.0, entropy)

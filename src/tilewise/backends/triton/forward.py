@@ -195,8 +195,7 @@ def _lse_of(m_i, l_i, top, terms, DTYPE: tl.constexpr):
         value = m_i * (terms.exponent * LN2) + tl.log2(l_i) * LN2
         if tl.float64 == DTYPE:  # from the rounded number that `_attend` has subtracted, if it is finite
             rounded = m_i * terms.exponent
-            exact = (rounded.to(tl.float64) + tl.log2(l_i)) * LN2
-            value = tl.where(tl.abs(rounded) < float("inf"), exact, value)
+            value = tl.where(tl.abs(rounded) < float("inf"), (rounded.to(tl.float64) + tl.log2(l_i)) * LN2, value)
     return value
 
 
@@ -385,9 +384,9 @@ def merge_kernel(parts, part_rows, o, o_low, rows, sink, sizes, c):
         acc += tl.sum(weight[:, None] * part, 0)
     acc = acc / tl.where(total == 0, 1.0, total)
 
-    value = base + tl.log2(total) * LN2
-    tl.store(lse + query, value)
+    tl.store(lse + query, base + tl.log2(total) * LN2)
     if rows.statistics is not None:
+        value = base + tl.log2(total) * LN2
         HOW: tl.constexpr = c.STATISTICS
         COUNT: tl.constexpr = HOW.MAXIMUM + HOW.UNBIASED + HOW.ENTROPY
         at, inside = part_rows.statistics + (every * queries + query) * COUNT, every < sizes.splits

@@ -191,8 +191,7 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, results, head_dim, valu
     if seed is not None:
         acc *= terms.weight
     acc = acc / tl.where(l_i == 0, 1.0, l_i)[:, None]
-    row = (tl.cast(b, tl.int64) * sizes.heads + h) * lse_rows + (seq.first_query + rows)
-    at_lse = lse + row
+    at_lse = lse + (tl.cast(b, tl.int64) * sizes.heads + h) * lse_rows + (seq.first_query + rows)
     old = tl.load(at_lse, mask=rows < sizes.queries, other=0.0)  # not before the loop, where it spills
     spoilt = old != old
     if sink is not None:
@@ -208,6 +207,7 @@ def _nan_fixup(q, k, v, bias, mask, sink, seed, outputs, results, head_dim, valu
             scale = 1.0
         most = m_i if r.BIAS else m_i * scale
         entropy = entropy_of(m_i * exponent, of_keys, excess, lse2, logit)
+        row = (tl.cast(b, tl.int64) * sizes.heads + h) * lse_rows + (seq.first_query + rows)
         store_statistics(
             statistics, row, spoilt & (rows < sizes.queries), most, unbiased * scale, entropy, r.STATISTICS
         )
