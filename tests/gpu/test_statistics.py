@@ -63,6 +63,14 @@ def test_biases(backend, terms):
             check_statistics(case, "hopper", "cuda")
 
 
+@HOPPER
+@pytest.mark.parametrize("D", [64, 128])
+def test_training_after_another_backends_forward(D):
+    """Triton finds the maximum without the bias, and Hopper differentiates."""
+    case = replace(USUAL, M=1024, N=1024, D=D, bias="1hmn", causal=True)
+    check_statistics(case, "auto", "cuda", grad=True)
+
+
 def test_each_alone():
     for request in (AuxRequest(max_scores=True), AuxRequest(entropy=True), AuxRequest(max_scores_unbiased=True)):
         check_statistics(replace(USUAL, causal=True, D=128), "auto", "cuda", request)

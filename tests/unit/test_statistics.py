@@ -14,7 +14,9 @@ from torch.nn.attention.flex_attention import AuxRequest as FlexRequest
 
 import tilewise
 from tilewise import AuxRequest, attention, varlen_attention, varlen_attn
+from tilewise.backends.cpu import fused
 from tilewise.integrations.evoformer import triangle_attention
+from tilewise.spec.statistics import NO_STATISTICS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # PyTorch's own use
 USUAL = Case(B=2, H=4, Hkv=2, M=129, N=127, D=16, dtype=torch.float32)
@@ -190,6 +192,27 @@ def test_repeated_calls_and_threads():
         thread.join()
     assert len(found) == 40
     assert all(torch.equal(x, y) for pair in found for x, y in zip(pair, wanted, strict=True))
+
+
+def test_the_backward_knows_nothing_of_them(monkeypatch):
+    """PyTorch's fused kernel computes no statistics, and differentiates a call that has some."""
+    taken, backward = [], fused.backward
+    monkeypatch.setattr(fused, "backward", lambda *x: taken.append(x[0].score.statistics) or backward(*x))
+    q, k, v = (x.float().requires_grad_() for x in made(1))
+    attention(q, k, v, return_aux=AuxRequest(entropy=True))[0].sum().backward()
+    assert taken == [NO_STATISTICS]
+
+
+def test_explanations():
+    """Hopper's forward declines the maximum without a bias by name; its backward runs all the same."""
+    q = torch.empty(1, 8, 4096, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    bias = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    request = AuxRequest(max_scores_unbiased=True)
+    told, plain = (tilewise.explain(q, q, q, bias=bias, device="sm_90", return_aux=x) for x in (request, None))
+    assert (told.plan.backend, told.plan.backward) == ("triton", "hopper")
+    assert "starts its scores from the bias, and finds no maximum without it" in str(told)
+    assert (plain.plan.backend, plain.plan.backward) == ("hopper", "hopper")
+    assert told.forward.bytes - plain.forward.bytes == 4 * 8 * 4096
 
 
 def test_checkpoints_recompute():

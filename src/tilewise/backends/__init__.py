@@ -136,6 +136,12 @@ def clear_statistics(x: Tensor, statistics: Statistics) -> Tensor:
     return x
 
 
+def blank_statistics(o: Tensor, problem: Problem) -> Tensor | None:
+    """Return `Outputs.statistics` of queries that see nothing; None if the call computes none."""
+    found = empty_statistics(o, problem)
+    return None if found is None else clear_statistics(found, problem.score.statistics)
+
+
 def empty_mended(outputs: Outputs, do: Tensor) -> Tensor | None:
     """Return an uninitialised buffer for the dO that makes up for a rounded LSE; None unless the LSE is float64."""
     if outputs.lse is None or outputs.lse.dtype != torch.float64:

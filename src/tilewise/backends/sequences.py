@@ -21,10 +21,9 @@ from tilewise.backends import (
     Inputs,
     Needs,
     Outputs,
-    clear_statistics,
+    blank_statistics,
     empty_low_bits,
     empty_output,
-    empty_statistics,
     lse_dtype,
 )
 from tilewise.backends.protocol import INPUT_NAMES, OPERANDS
@@ -48,9 +47,7 @@ def forward(run: Forward, problem: Problem, inputs: Inputs) -> Outputs:
     o_low = empty_low_bits(o, problem)
     if o_low is not None:
         o_low.zero_()
-    statistics = empty_statistics(o, problem)
-    if statistics is not None:
-        clear_statistics(statistics, problem.score.statistics)
+    statistics = blank_statistics(o, problem)
     for x in dense_calls(problem, inputs):
         if x.run.keys:
             found = run(x.problem, x.inputs)

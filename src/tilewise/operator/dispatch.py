@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import (
-    clear_statistics,
+    blank_statistics,
     empty_low_bits,
     empty_output,
-    empty_statistics,
     lse_dtype,
     sink_gradient,
 )
@@ -195,10 +194,7 @@ def _empty_forward(problem: Problem, inputs: Inputs) -> Outputs:
             lse.masked_fill_(torch.arange(q.shape[2], device=q.device) >= inputs.lengths.cu_q[-1], -torch.inf)
     o = empty_output(q, inputs.v.shape[3]).zero_()
     o_low = empty_low_bits(o, problem)
-    statistics = empty_statistics(o, problem)
-    if statistics is not None:
-        clear_statistics(statistics, problem.score.statistics)
-    return Outputs(o, lse, None if o_low is None else o_low.zero_(), statistics)
+    return Outputs(o, lse, None if o_low is None else o_low.zero_(), blank_statistics(o, problem))
 
 
 def _empty_backward(inputs: Inputs, outputs: Outputs, cotangents: Outputs, needs: Needs) -> Gradients:
