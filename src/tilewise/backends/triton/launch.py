@@ -225,8 +225,8 @@ class TritonForward:
                 num_warps=4, num_stages=3,
             )  # fmt: skip
         # For `resized`.
-        self.resizable = not (lists or self.statistics) and parts is None
-        self.resizable = self.resizable and problem.totals is None and problem.tile_mask is None
+        given = self.statistics or lists or problem.totals or problem.tile_mask
+        self.resizable = not given and parts is None
         self.group, self.banded = problem.group, not problem.score.band.unlimited
         self.has_more = bias is not None or mask is not None or sink is not None
         self.made: dict[tuple, Any] = {}

@@ -181,8 +181,7 @@ class HopperForward:
             )
         # For `resized`, which uses `resized_launches` of these.
         self.statistics = problem.score.statistics if any(problem.score.statistics) else None
-        self.resizable = inputs.parts is None and inputs.lengths is None and problem.mask is None
-        self.resizable = self.resizable and self.statistics is None
+        self.resizable = inputs.parts is inputs.lengths is problem.mask is self.statistics is None
         self.has_more = bias is not None or sink is not None
         self.made: dict[tuple, Any] = {}
         self.bases = _bases(self.main, self.nan_fixup, bias is not None, sink is not None)
